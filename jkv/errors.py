@@ -43,6 +43,9 @@ class InputError(ValueError):
     def __str__(self) -> str:
         return self.told({})
 
+    def __repr__(self) -> str:
+        return f"InputError({str(self)!r})"
+
     def told(self, names: Mapping[str, str]) -> str:
         """The message, with other names for some arguments."""
         field = None if self.field is None else names.get(self.field, self.field)

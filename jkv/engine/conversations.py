@@ -1,6 +1,6 @@
 """Rows that stay between the turns of a conversation: where they are, and which of them goes to the host first.
 
-A request that is submitted with `keep=True` leaves its row when it finishes: its pages stay in the pool, counted as reserved,
+When a request that was submitted with `keep=True` finishes, its row is detached: its pages stay in the pool and stay reserved,
 and its row of the batch is free. When pages are needed, kept rows are swapped out to host memory, the least recently used
 first, before a running row is preempted. The next turn (`jkv.engine.turns`) attaches the row again, and prefills its new tokens
 alone.
@@ -18,7 +18,7 @@ from jkv.engine.row import Place, Row
 from jkv.errors import InputError
 
 ENDS = ("stop", "length")  # finish reasons after which a row is kept
-MOST_ENDED = 10_000  # tickets of which it is remembered why they have no row any more
+MOST_ENDED = 10_000  # samples for which we remember why they have no row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +59,7 @@ class Conversations:
     Attributes:
       held: those with pages in the pool or in host memory, the least recently used first.
       dropped: how many were freed or lost without a next turn, by the reason: "closed" or "lost".
+      fresh: those whose sample has finished in the current step, and which the batch has still, by ticket and sample.
       leaving: rows of the batch that are to be detached, by row.
       swapping: those that are to be swapped out.
       freed: those whose pages are to be freed.
@@ -69,9 +70,10 @@ class Conversations:
 
     def __init__(self) -> None:
         self._rows: dict[tuple[int, int], KeptRow] = {}  # by ticket and sample
-        self._ended: dict[int, str] = {}
+        self._ended: dict[tuple[int, int], str] = {}
         self.held: dict[KeptRow, None] = {}
         self.dropped = {"closed": 0, "lost": 0}
+        self.fresh: dict[tuple[int, int], KeptRow] = {}
         self.leaving: dict[int, KeptRow] = {}
         self.swapping: list[KeptRow] = []
         self.freed: list[KeptRow] = []
@@ -99,11 +101,14 @@ class Conversations:
 
     def add(self, ticket: int, sample: int, kept: KeptRow) -> None:
         """Keeps the row of a sample that finished."""
-        self._rows[ticket, sample] = kept
+        self._rows[ticket, sample] = self.fresh[ticket, sample] = kept
 
     def detach(self, row: int, ticket: int, sample: int) -> bool:
-        """Takes a finished sample's row from the batch, if it is kept; it is then the most recently used one."""
-        kept = self._rows.get((ticket, sample))
+        """Takes a finished sample's row from the batch, if it is kept; it is then the most recently used one.
+
+        Its next turn may be queued already, by a callback that has seen its end.
+        """
+        kept = self.fresh.pop((ticket, sample), None)
         if kept is None:
             return False
         self.leaving[row] = kept
@@ -119,7 +124,7 @@ class Conversations:
         """
         kept = self._rows.get((ticket, sample))
         if kept is None:
-            why = self._ended.get(ticket, "it was never given, or its request was not submitted with keep=True")
+            why = self._ended.get((ticket, sample), "it was never given, or its request was not submitted with keep=True")
             rule = (
                 "extend continues a finished request that was kept; {got} has no row: {why}. Submit it again, with keep=True."
             )
@@ -127,8 +132,8 @@ class Conversations:
             raise InputError(rule, field="ticket", code="not_found", got=got, why=why)
         return kept
 
-    def use(self, ticket: int, sample: int, kept: KeptRow) -> None:
-        """Gives a row to its next turn, which waits for a place in the batch.
+    def check(self, ticket: int, sample: int, kept: KeptRow) -> None:
+        """Refuses a row that is not the one which a sample has left.
 
         Raises:
           ValueError: another turn has it, or it is gone.
@@ -136,6 +141,9 @@ class Conversations:
         if self.find(ticket, sample) is not kept:
             rule = "extend continues a request once; that of {field} {ticket} was replaced. Take the last ticket."
             raise InputError(rule, field="ticket", code="conflict", ticket=ticket)
+
+    def use(self, ticket: int, sample: int, kept: KeptRow) -> None:
+        """Gives a row to its next turn, which waits for a place in the batch."""
         self._remove(ticket, sample, "it was extended, and the conversation goes on in the later ticket")
         if kept in self.held:
             del self.held[kept]
@@ -166,6 +174,7 @@ class Conversations:
         """Frees a row that no turn continues."""
         if kept is not None:
             self.held.pop(kept, None)
+            self.fresh = {key: one for key, one in self.fresh.items() if one is not kept}
             self.swapping = [one for one in self.swapping if one is not kept]
             self.freed.append(kept)
 
@@ -185,12 +194,13 @@ class Conversations:
         self.held.clear()
         for kept in held:
             self.return_to_host(kept)
+        self.fresh.clear()
         self.leaving.clear()
         self.swapping.clear()
         self.freed.clear()
 
     def _remove(self, ticket: int, sample: int, why: str) -> None:
         del self._rows[ticket, sample]
-        self._ended[ticket] = why
+        self._ended[ticket, sample] = why
         while len(self._ended) > MOST_ENDED:
             del self._ended[next(iter(self._ended))]

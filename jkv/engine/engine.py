@@ -26,7 +26,6 @@ from jkv.engine.clocks import COMPILING, is_ready, running_seconds
 from jkv.engine.conversations import KeptRow
 from jkv.engine.device_program import let_programs_go
 from jkv.engine.faults import blame
-from jkv.engine.filling import decoding
 from jkv.engine.guard import Guard
 from jkv.engine.interrupts import deferred_interrupts, raise_lost_interrupt
 from jkv.engine.memory import check_fits, lowered, most_pages, num_pool_pages, page_bytes, page_size_for
@@ -184,6 +183,7 @@ class Engine:
         cache_salt: str = "",
         prompt_piece: int | None = None,
         parse_special: bool = False,
+        model_logprobs: bool = False,
         keep: bool = False,
     ) -> int:
         """Queues `n` samples of one prompt and returns the request's ticket.
@@ -191,7 +191,7 @@ class Engine:
         Args:
           prompt: a text, a list of token ids, or a conversation (a list of messages).
           policy, sampling, max_new_tokens, n, stop_ids, stop_strings, first_sample: see `jkv.RequestOptions`.
-          forced_tokens, cache_salt, prompt_piece, parse_special: see there.
+          forced_tokens, cache_salt, prompt_piece, parse_special, model_logprobs: see there.
           on_tokens: receives an `Event` for each sample and chunk; if it raises, the request ends with the reason "error" and
             the others continue.
           request: a number below 2**32 that identifies the prompt in the random keys; None is a hash of its tokens. With a
@@ -203,7 +203,8 @@ class Engine:
         """
         given: Any = {"policy": policy, "sampling": sampling, "max_new_tokens": max_new_tokens, "n": n, "stop_ids": stop_ids}
         given |= {"stop_strings": stop_strings, "first_sample": first_sample, "forced_tokens": forced_tokens}
-        options = RequestOptions(**given, cache_salt=cache_salt, prompt_piece=prompt_piece, parse_special=parse_special)
+        given |= {"cache_salt": cache_salt, "prompt_piece": prompt_piece, "parse_special": parse_special}
+        options = RequestOptions(**given, model_logprobs=model_logprobs)
         prompts = encode_prompts(self.model, prompt, options.parse_special)
         if len(prompts) != 1:
             rule = "submit takes one {field} at a time; got {got}. Submit each."
@@ -243,8 +244,8 @@ class Engine:
           sample: index of the sample that goes on, where the request had several.
           keep: whether the row is kept again at the end of this turn.
           on_tokens: see `Engine.submit`.
-          settings: `max_new_tokens`, `sampling`, `stop_ids` and `forced_tokens` of `jkv.RequestOptions`. Sampling and seed are
-            those of the last turn if they are left out.
+          settings: `max_new_tokens`, `sampling`, `stop_ids`, `forced_tokens` and `model_logprobs` of `jkv.RequestOptions`.
+            Sampling and seed are those of the last turn if they are left out; the others are not.
 
         Raises:
           ValueError: a ticket without a kept row (unfinished, failed, cancelled, not kept, closed, extended already), tokens
@@ -268,7 +269,7 @@ class Engine:
           ValueError: a request that this engine can never serve, or a row that is gone.
         """
         request, conversations = self.check(request), self.scheduler.conversations
-        conversations.find(ticket, index)
+        conversations.check(ticket, index, kept)
         with self.guard.changing("extend"):
             conversations.use(ticket, index, kept)
             number = next(self._ticket)
@@ -375,9 +376,11 @@ class Engine:
         actions = self.scheduler.next()
         self.runner.meter.scheduled(actions)
         self.runner.execute(actions)
-        running, num_steps = dict(self.scheduler.running), actions.num_steps
-        if self.runner.filling.queue:
-            running, num_steps = decoding(running), self.runner.filling.lowered(num_steps)
+        num_steps, filling = actions.num_steps, self.runner.filling
+        # Rows that are filled; one whose sample was cancelled before has nothing to decode.
+        running = {row: one for row, one in self.scheduler.running.items() if not (one.is_filling or one.is_finished)}
+        if filling.queue:
+            num_steps = filling.lowered(num_steps)
         if running:
             flight = self.runner.dispatch(running, num_steps, self._flight)
             if self.runner.ahead and all(sample.can_plan for sample in running.values()):
@@ -480,6 +483,9 @@ class Engine:
 
     def update(self, params: Params) -> None:
         """Uses new weights from the next step on. Only pointers change, so nothing compiles.
+
+        It waits for no row: prompts that are half in their rows are prefilled to the end with the old weights first, and rows
+        that decode go on with the new ones.
 
         Weights that are joined where the old ones are not, or the other way round (`jkv.join_weights`), are copied into their
         form first.

@@ -5,7 +5,6 @@ A row's bits do not depend on it: prompts are cut into the same pieces at any pa
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from jkv.engine.faults import working_for
 from jkv.engine.samples import Sample
@@ -103,8 +102,3 @@ class Filling:
         self.queue.remove(work)
         for sample in work.rows.values():
             sample.is_filling = False
-
-
-def decoding(running: Mapping[int, Sample]) -> dict[int, Any]:
-    """The rows that are filled."""
-    return {row: sample for row, sample in running.items() if not sample.is_filling}

@@ -86,8 +86,8 @@ class Guard:
         with self.owned(name):
             if self._changes:
                 raise RuntimeError(
-                    f"A callback may submit and cancel requests; it called {name}() inside a call of the engine. Call {name}() "
-                    "after that call."
+                    f"A callback may submit, extend and cancel requests; it called {name}() inside a call of the engine. Call "
+                    f"{name}() after that call."
                 )
             if is_reset:
                 self.failure = None

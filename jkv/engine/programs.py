@@ -91,9 +91,10 @@ def decode_chunk(
     def step(loop: tuple[Any, ...], _: None) -> tuple[tuple[Any, ...], dict[str, Array]]:
         (cache, logits), is_active, remaining, carries = loop
         position, carries = cache.pool.logical_length, dict(carries)
-        draw = Draw(logits, is_own=is_own)
+        draw = Draw(logits, own=logits)
         for name, part in parts.items():
             draw = part.draw(draw, carries[name])
+        draw = draw._replace(is_own=is_own and draw.logits is logits)
         of_rows = inputs.sampling, inputs.key, position, draws, draw.forced, draw.counts
         token, log_prob, log_prob_full = sampling.draw(draw.logits, *of_rows)
         token = jnp.where(is_active, token, 0)
@@ -121,8 +122,8 @@ def decode_chunk(
     is_active = inputs.remaining > 0 if inputs.is_alive is None else (inputs.remaining > 0) & inputs.is_alive
     ring, num_seen, oldest = state.cache.query_ring, state.cache.pool.logical_length, None
     if ring is not None and inputs.is_alive is not None:
-        # A kept row that the last chunk has ended is as it was then, also where its next turn begins with a compaction. The
-        # queries are read before the steps begin, or XLA would copy the ring to read them later.
+        # Rows that ended in the last chunk stay as they are, because they may be kept: the queries that this chunk overwrites
+        # are saved, and restored at its end. They are read before the steps begin, or XLA would copy the ring.
         oldest, ring = jax.lax.optimization_barrier((oldest_queries(ring, num_seen), ring))
         state = state._replace(cache=state.cache._replace(query_ring=ring))
     start = state, is_active, inputs.remaining, {name: part.begin(carried) for name, part in parts.items()}

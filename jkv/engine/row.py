@@ -1,8 +1,8 @@
 """A row: the pages of one text, and what the host knows of them.
 
-A row is in the batch, where each step appends to it; in the pool alone, where a snapshot holds its pages (a prefix that samples
-start from, a row that is kept between two turns of a conversation); or in host memory, swapped out. The scheduler decides which
-rows move, and `jkv.engine.row_moves` moves them.
+A row is in one of three places. In the batch, each decode step appends to it. Detached, its pages are in the pool, and a
+snapshot holds their references: a prompt that samples start from, or a row that is kept between two turns of a conversation. Or
+it is swapped out to host memory. The scheduler decides which rows move, and `jkv.engine.row_moves` moves them.
 """
 
 import dataclasses

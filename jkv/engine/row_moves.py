@@ -1,4 +1,6 @@
-"""Where rows go: out of the batch into the pool or host memory, back again, and to another engine; always bit for bit.
+"""How rows move: out of the batch into the pool or host memory, back again, and to another engine; always bit for bit.
+
+The scheduler decides which rows move (`jkv.engine.scheduler`): it preempts, and `swap_out` copies.
 
 `programs` are the engine's: `jkv.engine.programs`, or those of a mesh. Each function takes the device state and returns the
 next one.
@@ -34,7 +36,7 @@ BLOCK = 512  # pages that one program moves, equally many of each KV head
 
 
 def settle(programs: Any, state: State, conversations: Conversations) -> State:
-    """The state after what the scheduler has decided about kept rows: some are detached, swapped out or freed."""
+    """Carries out what the scheduler has decided about kept rows: detaches, then swaps out, then frees."""
     leaving, conversations.leaving = conversations.leaving, {}
     for index, kept in leaving.items():
         state, snapshot = programs.detach(state, np.int32(index))

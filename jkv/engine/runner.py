@@ -164,7 +164,7 @@ class Runner:
         self.scores: list[tuple[Sample | Prefix, Any]] = []  # of compactions since the last chunk was dispatched: see `Flight`
         self.num_rows = max(capacity.max_running, LEAST_ROWS.get(self.platform, 1))
         self.ahead = self.platform != "cpu" if ahead is None else ahead
-        self.draws = DRAWS[0]  # the most general kind so far; never lowered, because another kind compiles again
+        self.draws = DRAWS[0]  # the most general kind so far, until `lower`, because another kind compiles again
         self.parts_on: set[str] = set()  # the names of parts that a request has needed; stay for the same reason
         config, max_pages = model.config, num_pages_of(max_slots, capacity.page_size)
         sizes: dict[str, Any] = {
@@ -228,7 +228,7 @@ class Runner:
     # Weights and memory.
 
     def set_params(self, params: Params) -> None:
-        """Replaces the weights by others of the same shapes; the old ones have prefilled what rows are filled with."""
+        """Replaces the weights by others of the same shapes; all prefill in progress is finished (`fill(to_end=True)`)."""
         self.model = dataclasses.replace(self.model, params=params)
         self.sharer.set_model(self.model)
 
@@ -494,7 +494,8 @@ class Runner:
         """Dispatches one row's compaction; returns what is still on the device: the positions dropped (when traced), those left
         (when sentences are compared), and the slots left in each head (when scores decide how many).
 
-        If `last`, a chunk that is not read yet, has ended the row, the row stays as its last token left it, for a next turn.
+        `last` is the chunk that is not read yet, if any. If the row has ended in it, the device skips the compaction, so that a
+        kept row is as its last token left it.
         """
         with working_for([sample]):
             return self._compact(row, sample, last)

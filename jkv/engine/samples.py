@@ -137,7 +137,7 @@ class Prefix:
                 group.discard(sample)
 
     def leave(self) -> "Prefix":
-        """What has started leaves: another prefix, with this one's pages, readers and absent samples; this one begins anew."""
+        """Splits off the samples that have started, with the pages; this prefix keeps the others, and has no pages."""
         started = dataclasses.replace(self, samples=self.readers | self.absent, fresh=set())
         self.samples -= started.samples
         self.readers, self.absent = set(), set()
@@ -339,7 +339,7 @@ class Sample:
         self.generated += count
 
     def land(self) -> tuple[Progress, list[Progress]]:
-        """Goes back to before the first planned chunk, which is to be counted now; returns what `plan_again` takes."""
+        """Undoes the counters of all planned chunks; returns what `plan_again` needs to redo all but the first."""
         now, (first, *others) = self.progress, self.planned
         (self.generated, self.row.filled), self.planned = first, []
         return now, others
@@ -456,7 +456,7 @@ def split_by_ownership(admitted: dict[int, Sample]) -> Iterator[tuple[bool, list
 
 
 def stop_finder(tokenizer: Any, request: Request) -> StopFinder | None:
-    """Finds a request's stop strings, if it has any, in the text of one sample's tokens, with special tokens or without."""
+    """A finder of a request's stop strings in the text of one sample, with or without special tokens; None if it has none."""
     if not request.stop_strings:
         return None
     others = [completion_decoder(tokenizer)] if hasattr(tokenizer, "all_special_ids") else []  # some have no name

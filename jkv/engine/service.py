@@ -60,7 +60,8 @@ class Ticket(Reply[Result]):
     Any number of threads and tasks may iterate: each receives all events from the first on, and then the error, if the request
     failed.
 
-    Of a request that was kept, the rows are freed when the conversation goes on, by `close`, or when nobody holds the ticket.
+    The next turn takes over the row of a request that was kept. Otherwise the row is freed by `close`, or when nobody holds the
+    ticket any more.
 
     Attributes:
       service: whose request it is.
@@ -170,9 +171,9 @@ class Ticket(Reply[Result]):
 class Service:
     """A handle to an engine that a thread of its own owns; any number of threads and asyncio tasks may use it.
 
-    Every method but `submit` returns a `Reply`, for threads (`service.update(params).result()`) and tasks
-    (`await service.update(params)`). A context manager, also with `async with`: at its end unfinished requests are cancelled,
-    unless `close("wait")` was called.
+    `update`, `pause`, `resume`, `call` and `close` return a `Reply`, for threads (`service.update(params).result()`) and tasks
+    (`await service.update(params)`); methods that submit return a `Ticket`. It is a context manager, also with `async with`: at
+    its end unfinished requests are cancelled, unless `close("wait")` was called.
 
     Args:
       engine: the `jkv.Engine`.
@@ -318,7 +319,8 @@ class Service:
 
         Args:
           mode: what becomes of unfinished requests: "keep" (they go on after the pause), "wait" (they are finished first), or
-            "abort" (they are cancelled, and keep their tokens).
+            "abort" (they are cancelled, and keep their tokens). A later pause or `resume` answers this one at once. A service
+            that closes finishes or cancels them as `close` says.
 
         Raises:
           ValueError: another mode.
@@ -350,10 +352,10 @@ class Service:
         check_known(MODES[1:], mode=mode)
         reply: Reply[None] = Reply()
         try:
-            return self._owner.put(reply, functools.partial(self._owner.close, mode, reply))
+            self._owner.put_close(reply, functools.partial(self._owner.close, mode, reply))
         except RuntimeError:  # it is closed
             reply.set_result(None)
-            return reply
+        return reply
 
     @property
     def failure(self) -> str:
@@ -407,6 +409,18 @@ class Owner:
             self.queue.put((reply, command))
         return reply
 
+    def put_close(self, reply: Reply[None], command: Callable[[], None]) -> None:
+        """Queues a command that closes. Its reply is given at the end, also if the end comes before the command.
+
+        Raises:
+          RuntimeError: the service is closed, or its engine cannot be repaired.
+        """
+        with self.lock:
+            if self.refusal:
+                raise RuntimeError(self.refusal)
+            self.closing.append(reply)
+            self.queue.put((reply, command))
+
     def run(self, started: Reply[None]) -> None:
         """The thread's whole life."""
         try:
@@ -416,7 +430,7 @@ class Owner:
                     self.obey()
                     if self.has_step:
                         self.step()
-                    elif self.engine.is_idle:
+                    elif self.is_quiet:
                         self.settle(None)
             self.end("The service is closed. Make another jkv.Service.", is_failure=False)
         except BaseException as error:
@@ -434,9 +448,14 @@ class Owner:
         """Whether there is a step to run."""
         return self.paused != "keep" and not self.engine.is_asleep and not self.engine.is_idle
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no request is unfinished. A sleeping engine, which runs no step, may have cancelled ones to clear away."""
+        return self.engine.is_idle or (self.engine.is_asleep and not self.tickets)
+
     def obey(self) -> None:
         """Runs all commands in the queue; waits for one if there is nothing else to do."""
-        if not self.has_step and not (self.quiet and self.engine.is_idle):
+        if not self.has_step and not (self.quiet and self.is_quiet):
             self.do(*self.queue.get())
         while not self.queue.empty():
             self.do(*self.queue.get())
@@ -510,7 +529,7 @@ class Owner:
         self.queue.put((reply, functools.partial(answer, reply, functools.partial(self.engine.release, number))))
 
     def cancel(self, ticket: Ticket) -> None:
-        """Ends a request; one that waits for the end of a pause never starts."""
+        """Ends a request; one that waits for the end of a pause is submitted and cancelled at once, so that it has a result."""
         if ticket in self.later:
             self.start(ticket, self.later.pop(ticket))
         if ticket.number in self.tickets:
@@ -518,11 +537,13 @@ class Owner:
 
     def pause(self, mode: str, reply: Reply[None]) -> None:
         """Starts a pause; the reply is given when it is in effect. A service that closes keeps on until it is idle."""
+        if not reply.set_running_or_notify_cancel():
+            return
         if not self.is_ending:
             self.paused = mode
-        if mode == "abort":
-            for number in list(self.tickets):
-                self.abort(number)
+            if mode == "abort":
+                for number in list(self.tickets):
+                    self.abort(number)
         self.quiet.append(reply)
         if self.paused == "keep":
             self.engine.stats.idle.end(is_unfinished=False)  # what follows is no time in which a device waits for its host
@@ -539,7 +560,8 @@ class Owner:
 
     def close(self, mode: str, reply: Reply[None]) -> None:
         """Ends the thread once the engine is idle, with what a pause has kept waiting; the reply is given at the end."""
-        self.closing.append(reply)
+        if not reply.set_running_or_notify_cancel():
+            return
         self.resume()
         self.is_ending, self.paused = True, "wait"
         self.engine.wake()
@@ -562,6 +584,8 @@ class Owner:
         with self.lock:
             self.refusal = refusal
         error = RuntimeError(refusal)
+        for reply in self.closing:
+            conclude(reply, error if is_failure else None)
         while not self.queue.empty():
             conclude(self.queue.get()[0], error)
         for ticket in (*self.tickets.values(), *self.later):
@@ -569,8 +593,6 @@ class Owner:
         self.tickets.clear()
         self.later.clear()
         self.settle(None if self.is_ending else error)
-        for reply in self.closing:
-            conclude(reply, error if is_failure else None)
 
 
 def answer(reply: Reply[T], function: Callable[[], T]) -> None:
@@ -609,7 +631,7 @@ def end_thread(owner: Owner, thread: threading.Thread) -> None:
     """Cancels unfinished requests, unless `close("wait")` was called, and waits until the thread has ended."""
     reply: Reply[None] = Reply()
     with contextlib.suppress(RuntimeError):  # it has ended
-        owner.put(reply, functools.partial(owner.leave, reply))
+        owner.put_close(reply, functools.partial(owner.leave, reply))
     if thread is not threading.current_thread():
         thread.join()
 

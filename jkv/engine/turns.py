@@ -2,9 +2,9 @@
 
 What is checked before a turn is queued, and what the sample of a turn takes from the row that the last one left.
 
-New tokens enter a compressed row in pieces that end where its schedule may be due, with the compaction between them. Schedules
-count every token after the first turn's prompt, drawn or not, so the row holds no more than one that had drawn all of them. A
-policy that evicts in each step compacts after every `STEP_PIECE` new tokens instead.
+New tokens are prefilled in pieces. Each piece ends where a compaction may be due, and the compaction runs before the next
+piece. Schedules count every token after the first turn's prompt, whether drawn or given, so a row never holds more slots than
+if the model had drawn them all. For a policy that evicts in each step, a compaction follows every `STEP_PIECE` new tokens.
 """
 
 import dataclasses
@@ -80,7 +80,7 @@ def next_request(model: Model, kept: KeptRow, tokens: Any, options: RequestOptio
     """The request of a kept row's next turn.
 
     Raises:
-      ValueError: tokens that are none of the model, settings that a turn cannot change, or a conversation that is too long.
+      ValueError: tokens outside of the vocabulary, settings that a turn cannot change, or a conversation that is too long.
     """
     last, config = kept.request, model.config
     for name in ("policy", "n", "first_sample", "cache_salt", "prompt_piece", "parse_special"):
@@ -114,10 +114,10 @@ def next_request(model: Model, kept: KeptRow, tokens: Any, options: RequestOptio
 
 def find(tickets: Mapping[int, list[Sample]], conversations: Conversations, ticket: int, sample: int) -> KeptRow:
     """The row that a turn continues, or a ValueError that says why there is none."""
-    for name, number in (("ticket", ticket), ("sample", sample)):
+    for name, number, fix in (("ticket", ticket, "Pass what submit returned."), ("sample", sample, "Samples count from 0.")):
         if isinstance(number, bool) or not isinstance(number, int | np.integer):
-            rule = "{field} must be a number; got {got}. Pass what submit returned."
-            raise InputError(rule, field=name, code="wrong_type", got=shown(number))
+            rule = "{field} must be a number; got {got}. {fix}"
+            raise InputError(rule, field=name, code="wrong_type", got=shown(number), fix=fix)
     group = tickets.get(ticket, [])
     if group and not 0 <= sample < len(group):
         raise out_of_range("sample", f"be one of the request's {len(group)}", sample)

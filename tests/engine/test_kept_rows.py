@@ -5,6 +5,7 @@ import pytest
 
 import jkv
 from jkv.engine.row import Place
+from jkv.engine.turns import next_request
 from tests.support.faults import with_failing_programs
 from tests.support.mixes import assert_engine_is_consistent
 from tests.support.turns import FREE, LIMITS, NEW, PROMPT, R_KV, ROW, assert_same_bits, converse, make
@@ -46,6 +47,80 @@ def test_the_least_recently_used_row_goes_first(model):
     assert [one.row.swapped is not None for one in kept] == [True, False, True]
     for ticket in (tickets[0], later, tickets[2]):
         engine.release(ticket)
+    assert engine.runner.num_held_pages == 0
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("policy", [jkv.full(), R_KV], ids=["full", "r_kv"])
+def test_a_callback_extends_the_request_whose_end_it_sees(model, policy, ahead, caplog):
+    """The row is still in the batch then; it is detached at the end of the step, for the turn that waits."""
+    outs = []
+    for in_callback in (False, True):
+        engine, later = make(model, ahead=ahead), []
+
+        def extend(ticket, engine=engine, later=later):
+            later.append(engine.extend(ticket, NEW[0], max_new_tokens=5, **FREE))
+
+        def called(event, extend=extend):
+            if event.finish_reason:
+                extend(event.ticket)
+
+        settings = {"policy": policy, "max_new_tokens": 7, "keep": True, **FREE}
+        ticket = engine.submit(PROMPT, on_tokens=called if in_callback else None, **settings)
+        engine.submit(PROMPT[:5], max_new_tokens=40, **FREE)
+        while not engine.is_idle:
+            engine.step()
+            assert_engine_is_consistent(engine)
+        if not in_callback:
+            extend(ticket)
+            engine.run()
+        outs.append([engine.result(ticket), engine.result(later[0])])
+        engine.release(later[0])
+        assert engine.runner.num_held_pages == 0
+    for one, other in zip(*outs, strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        np.testing.assert_array_equal(one.logprobs, other.logprobs)
+    assert "A step failed" not in caplog.text
+
+
+def test_a_turn_that_a_callback_queues_may_be_cancelled_before_its_row_is_detached(model):
+    engine = make(model)
+
+    def called(event):
+        if event.finish_reason:
+            engine.cancel(engine.extend(event.ticket, NEW[0], max_new_tokens=5, **FREE))
+
+    engine.submit(PROMPT, policy=R_KV, max_new_tokens=7, keep=True, on_tokens=called, **FREE)
+    engine.run()
+    assert_engine_is_consistent(engine)
+    assert engine.runner.num_held_pages == 0
+
+
+def test_a_row_of_another_ticket_is_refused_and_breaks_nothing(model):
+    engine = make(model)
+    tickets = [engine.submit(PROMPT, policy=R_KV, max_new_tokens=3, keep=True, **FREE) for _ in range(2)]
+    engine.run()
+    rows = [engine.scheduler.conversations.find(ticket, 0) for ticket in tickets]
+    request = next_request(engine.model, rows[1], NEW[0], jkv.RequestOptions(max_new_tokens=3, stop_ids=()), keep=False)
+    with pytest.raises(jkv.InputError, match="once"):
+        engine.submit_turn(tickets[0], 0, rows[1], request)
+    engine.run()
+    for ticket in tickets:
+        engine.release(ticket)
+    assert engine.runner.num_held_pages == 0
+
+
+def test_each_sample_has_its_own_reason_for_a_row_that_is_gone(model):
+    engine = make(model)
+    ticket = engine.submit(PROMPT, policy=R_KV, max_new_tokens=3, n=2, keep=True, **FREE)
+    engine.run()
+    later = engine.extend(ticket, NEW[0], max_new_tokens=3, keep=False, **FREE)
+    engine.release(ticket)
+    for sample, reason in enumerate(("it was extended", "it was closed")):
+        with pytest.raises(jkv.InputError, match=reason):
+            engine.extend(ticket, NEW[0], sample=sample)
+    engine.run()
+    engine.take([later])
     assert engine.runner.num_held_pages == 0
 
 

@@ -6,12 +6,15 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jkv
-from jkv.engine.parts.base import StepPart
+from jkv.engine.parts.base import Draw, Step, StepPart
+from jkv.engine.parts.returned import OwnLogProbs
 from jkv.engine.parts.table import KINDS, Parts
+from jkv.engine.state import empty_state
 from jkv.testing import tiny_model
 from tests.repository.pages import ROOT
 
@@ -65,6 +68,7 @@ FIELD = "    alternating: Alternating | None = None\n"
 RUN = """
 import json
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 import jkv
@@ -142,3 +146,15 @@ def test_parts_change_nothing_of_rows_that_do_not_ask_for_them():
     out = engine.result(ticket)
     np.testing.assert_array_equal(out.tokens, expected.tokens)
     np.testing.assert_array_equal(out.logprobs, expected.logprobs)
+
+
+def test_a_part_that_masks_logits_leaves_the_models_own_log_probabilities():
+    """As greedy draws of a masked row would otherwise return the masked ones for them."""
+    model, one = tiny_model(), jnp.ones(1, jnp.int32)
+    cache = empty_state(model.config, jkv.Needs(), num_rows=1, num_pages=4, max_pages=2, page_size=4).cache
+    logits, hidden = jnp.array([[1.0, 3.0, 2.0]]), jnp.zeros((1, 1, model.config.width))
+    step = Step(model.params, cache, one, token=jnp.array([[2]]), num_new=one, is_active=one > 0)
+    masked = Draw(jnp.array([[1.0, -jnp.inf, 2.0]]), own=logits)
+    own = OwnLogProbs().report(step, masked, hidden, cache, ())["log_prob_own"]
+    np.testing.assert_allclose(own, jax.nn.log_softmax(logits)[:, 2], atol=1e-6)
+    assert OwnLogProbs().report(step, masked._replace(is_own=True), hidden, cache, ()) == {}

@@ -311,7 +311,37 @@ def test_a_close_that_waits_finishes_what_was_submitted_also_during_a_pause(engi
     engine.run()  # the thread has let go of it
 
 
-@pytest.mark.parametrize("mode", ["keep", "wait", "resume"])
+def test_a_pause_that_aborts_is_answered_while_the_engine_sleeps(service, engine):
+    ticket = submit(service, 0, **LONG)
+    service.call(jkv.Engine.sleep).result(60)
+    service.pause("abort").result(60)
+    assert ticket.result(0).finish_reason == ["cancelled"]
+    service.call(jkv.Engine.wake).result(60)
+    service.resume().result(60)
+
+
+@pytest.mark.parametrize("command", [jkv.Service.pause, jkv.Service.close])
+def test_a_pause_and_a_close_that_are_cancelled_before_they_begin_do_nothing(engine, whole, command):
+    service, begin = jkv.Service(engine), threading.Event()
+    busy = service.call(lambda engine: begin.wait(60))
+    reply = command(service)
+    assert reply.cancel()
+    begin.set()
+    assert busy.result(60)
+    assert submit(service, 0, 1).result(60).tokens[0].tolist() == whole[0][1]
+    assert not service.is_paused
+    service.close().result(60)
+
+
+def test_all_who_close_a_service_are_answered(engine):
+    service, begin = jkv.Service(engine), threading.Event()
+    service.call(lambda engine: begin.wait(60))
+    replies = [service.close() for _ in range(3)]
+    begin.set()
+    assert [reply.result(60) for reply in replies] == [None] * 3
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort", "resume"])
 def test_neither_a_pause_nor_a_resume_breaks_off_a_close_that_waits(engine, whole, mode):
     service = jkv.Service(engine)
     ticket = submit(service, 0, 1)

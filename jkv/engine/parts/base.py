@@ -1,9 +1,13 @@
 """What a part of a decode step is: some inputs by row, and what it does at each moment of a step.
 
-A part's fields are its inputs, which are data: other values compile nothing. Their axes are not checked as types, because JAX
-also builds pytrees whose leaves are not arrays. What it carries from one step to the next is a
-pytree of its own. `jkv.engine.programs.decode_chunk` calls the parts that an engine has in the order of the table, and a plain
-step has none. To add a part, write a `StepPart` in a file of its own and add its field to the table.
+The fields of a part are its inputs, arrays: other values compile nothing. (Their axes are not checked as types, because JAX
+also builds pytrees whose leaves are not arrays.) What a part carries from one step to the next is a pytree of its own.
+`jkv.engine.programs.decode_chunk` calls the parts that an engine has in the order of the table, and a plain step has none.
+
+To add a part, write a `StepPart` in a file of its own, and add its field to `jkv.engine.parts.table.Parts`. A part that keeps
+arrays on the device from chunk to chunk also needs a field of `Carried`, one that reports to the host a field of
+`ChunkOutputs`, and one that sees prompts a place in `Parts.of_prompts`. A part whose inputs follow from the tokens drawn so far
+must be known to `Sample.can_plan`, because chunks may be dispatched before the last one is read.
 """
 
 import dataclasses
@@ -60,10 +64,11 @@ class Carried(NamedTuple):
 class Draw(NamedTuple):
     """What the next token of each row is drawn from."""
 
-    logits: Float[Array, "B V"]
+    logits: Float[Array, "B V"]  # a part may mask or change them
+    own: Float[Array, "B V"]  # the model's, which no part changes
     counts: TokenCounts | None = None
     forced: Int[Array, " B"] | None = None  # tokens in place of draws, -1 for none
-    is_own: bool = False  # whether tokens are drawn from the model's own distribution
+    is_own: bool = False  # whether the log-probability of the draw is already the one of the model's own distribution
 
 
 class Step(NamedTuple):
@@ -87,7 +92,7 @@ class StepPart(flax.struct.PyTreeNode):
 
     @classmethod
     def is_on(cls, rows: Rows) -> bool:
-        """Whether these rows need it. Once on, it stays on until the engine is idle, or programs would compile again."""
+        """Whether these rows need it. Once on, it stays on (until `Runner.lower`), because programs would compile again."""
         raise NotImplementedError
 
     @classmethod
@@ -111,7 +116,7 @@ class StepPart(flax.struct.PyTreeNode):
         return ()
 
     def draw(self, draw: Draw, carry: Any) -> Draw:
-        """Before tokens are drawn."""
+        """Before tokens are drawn: change the logits here, such as by the mask of a grammar."""
         return draw
 
     def take(self, step: Step, carry: Any) -> tuple[Step, Any]:

@@ -59,4 +59,4 @@ class OwnLogProbs(StepPart):
     def report(self, step: Step, draw: Draw, hidden: Float[Array, "B T D"], cache: Cache, carry: Any) -> dict[str, Array]:
         if draw.is_own:  # then it is the log-probability of the draw
             return {}
-        return {"log_prob_own": sampling.own_log_prob(draw.logits, step.token[:, 0])}
+        return {"log_prob_own": sampling.own_log_prob(draw.own, step.token[:, 0])}
