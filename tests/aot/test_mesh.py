@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from jkv.cache import pool
 from jkv.checkpoints.model_shapes import find_shape
 from jkv.engine import mesh, scheduler
+from jkv.engine.parts.base import Carried
 from jkv.engine.programs import ChunkInputs
 from jkv.eviction import Needs
 from jkv.model.params import ModelConfig
@@ -104,7 +105,7 @@ def compiled(setup: Setup, num_layers: int) -> Compiled:
     settings, key = SamplingRows(wide, wide, leaf(rows), wide), leaf(rows, 2, dtype=jnp.uint32)
     inputs = ChunkInputs(leaf(rows), leaf(rows, 1), settings, key)
     trace = mesh.program_on(on, "decode_chunk").trace
-    program = targets.compile_for("tpu-v5e", trace, params, state, inputs, scheduler.CHUNKS[0], "sampled")
+    program = targets.compile_for("tpu-v5e", trace, params, state, inputs, Carried(), scheduler.CHUNKS[0], "sampled")
     kv = state.cache.pool.kv
     of_device = jax.ShapeDtypeStruct((kv.shape[0] // mesh.num_pools(on), *kv.shape[1:]), kv.dtype)
     return Compiled(program, state.cache.pool.replace(kv=of_device))
