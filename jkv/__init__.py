@@ -29,8 +29,8 @@ from jkv.analysis.foresee import foresee
 from jkv.analysis.recall import Recall, recall
 from jkv.checkpoints.loading import load
 from jkv.checkpoints.saved_weights import restore, save
-from jkv.engine.conversations import Transcript
 from jkv.engine.engine import Engine
+from jkv.engine.kept_rows import Transcript
 from jkv.engine.options import EngineOptions
 from jkv.engine.outputs import Event
 from jkv.engine.requests import RequestOptions

@@ -23,11 +23,11 @@ from jkv.engine import mesh as meshes
 from jkv.engine import row_moves, turns
 from jkv.engine.backend import run_to_end
 from jkv.engine.clocks import COMPILING, is_ready, running_seconds
-from jkv.engine.conversations import KeptRow
 from jkv.engine.device_program import let_programs_go
 from jkv.engine.faults import blame
 from jkv.engine.guard import Guard
 from jkv.engine.interrupts import deferred_interrupts, raise_lost_interrupt
+from jkv.engine.kept_rows import KeptRow
 from jkv.engine.memory import check_fits, lowered, most_pages, num_pool_pages, page_bytes, page_size_for
 from jkv.engine.mesh import place_gate
 from jkv.engine.options import EngineOptions
@@ -109,12 +109,12 @@ class Engine:
         self._ticket, self.guard = itertools.count(), Guard()
         self._flight: Flight | None = None  # a chunk that is dispatched and not read yet
         self.scheduler = Scheduler(self.capacity)
-        self.scheduler.conversations.copies = options.copy_kept
+        self.scheduler.kept_rows.copies = options.copy_kept
         self.outputs = Outputs(model, self.tickets, self._finish)
         given: Any = {name: getattr(options, name) for name in TO_RUNNER}
         given |= {"mesh": mesh, "gate": gate, "page_bytes": self.page_bytes, "max_slots": self.max_slots}
         self.runner = Runner(model, self.capacity, self.needs, self.scheduler.running, **given)
-        self.runner.is_traced, self.runner.conversations = options.return_trace, self.scheduler.conversations
+        self.runner.is_traced, self.runner.kept_rows = options.return_trace, self.scheduler.kept_rows
         if options.prefix_cache:
             piece = self.runner.prefill_sizes[-1], page_size, config.num_paged_layers * config.num_kv_heads
             self.scheduler.prefix_cache = self.runner.prefix_cache = cache_for(*piece, self.needs.window)
@@ -210,7 +210,7 @@ class Engine:
             rule = "submit takes one {field} at a time; got {got}. Submit each."
             raise InputError(rule, field="prompt", code="too_long", got=len(prompts))
         made = make_requests(self.model, prompts, options, request, self.options.kv_format)
-        return self.submit_requests(turns.kept(made[0], keep), on_tokens)
+        return self.submit_requests(turns.with_keep(made[0], keep), on_tokens)
 
     def submit_requests(self, requests: Sequence[Request], on_tokens: Callable[[Event], None] | None = None) -> int:
         """Queues checked requests under one ticket; tickets count from 0."""
@@ -251,7 +251,7 @@ class Engine:
           ValueError: a ticket without a kept row (unfinished, failed, cancelled, not kept, closed, extended already), tokens
             that are none, or a turn that this engine can never serve; nothing is changed.
         """
-        kept = turns.find(self.tickets, self.scheduler.conversations, ticket, sample)
+        kept = turns.find(self.tickets, self.scheduler.kept_rows, ticket, sample)
         request = turns.next_request(self.model, kept, tokens, RequestOptions(**settings), keep)
         return self.submit_turn(ticket, sample, kept, request, on_tokens)
 
@@ -268,10 +268,10 @@ class Engine:
         Raises:
           ValueError: a request that this engine can never serve, or a row that is gone.
         """
-        request, conversations = self.check(request), self.scheduler.conversations
-        conversations.check(ticket, index, kept)
+        request, kept_rows = self.check(request), self.scheduler.kept_rows
+        kept_rows.check(ticket, index, kept)
         with self.guard.changing("extend"):
-            conversations.use(ticket, index, kept)
+            kept_rows.use(ticket, index, kept)
             number = next(self._ticket)
             sample = self._sample(number, 0, request, on_tokens)
             turns.begin(sample, kept)
@@ -290,7 +290,7 @@ class Engine:
             for sample in self.tickets.get(ticket, []):
                 if not sample.is_finished:
                     sample.request = dataclasses.replace(sample.request, keep=False)
-            self.scheduler.conversations.release(ticket)
+            self.scheduler.kept_rows.release(ticket)
             if not self.is_asleep:
                 self.runner.release([])
 
@@ -613,7 +613,7 @@ class Engine:
         """
         with self.guard.changing_device("reset", is_reset=True):
             self._flight, given = None, (self.model.tokenizer, self.version)
-            lost = self.scheduler.restart(lambda sample: turns.restart(sample, self.scheduler.conversations, *given))
+            lost = self.scheduler.restart(lambda sample: turns.restart(sample, self.scheduler.kept_rows, *given))
             self.outputs.forget()
             self.runner.reset()
             for sample in lost:
@@ -662,7 +662,7 @@ class Engine:
         if completion.error is not None:
             completion.finish_reason = "error"
         pages = sample.num_pages(0, *self.capacity.sizes) if sample.is_running else 0
-        turns.end(sample, self.scheduler.conversations, pages)
+        turns.end(sample, self.scheduler.kept_rows, pages)
         sample.row.drop_recorders()
         sample.row.swapped = sample.sharing = None
         self.scheduler.finish(sample)

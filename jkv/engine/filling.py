@@ -89,13 +89,13 @@ class Filling:
         for work in list(self.queue):
             samples = list(work.rows.values())
             prefix = samples[0].prefix
-            readers = prefix.readers if samples[0].shares else samples
+            readers = prefix.readers if samples[0].reads_prefix else samples
             if not all(sample.is_finished for sample in (*samples, *readers)):
                 continue
-            if samples[0].shares and (prefix.fresh or prefix.absent):
+            if samples[0].reads_prefix and (prefix.fresh or prefix.absent):
                 continue
             self._end(work)
-            if samples[0].shares and prefix.row.snapshot is None:
+            if samples[0].reads_prefix and prefix.row.snapshot is None:
                 prefix.leave_pool()  # what is filled of it goes with the rows
 
     def _end(self, work: Work) -> None:

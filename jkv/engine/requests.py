@@ -50,7 +50,7 @@ class Request:
       stop_ids: tokens that end it.
       stop_strings: texts that end it.
       cache_salt: requests of another salt share neither its prefill nor its pages in the prefix cache.
-      keep: whether its row is kept when it finishes, for a next turn (`jkv.engine.conversations`).
+      keep: whether its row is kept when it finishes, for a next turn (`jkv.engine.kept_rows`).
       num_kept: leading tokens of the prompt whose keys and values its kept row has already; 0 for a first turn.
       first: tokens of the first turn's prompt, where this is a later turn, or of the prompt's first piece, where it enters in
         pieces; else 0.

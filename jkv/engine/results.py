@@ -8,7 +8,7 @@ import numpy as np
 
 from jkv import notebook
 from jkv.checks import counted, described
-from jkv.engine.conversations import Transcript
+from jkv.engine.kept_rows import Transcript
 from jkv.engine.outputs import text_of
 from jkv.engine.samples import Sample
 from jkv.engine.stats import RunStats, SampleStats, Stats

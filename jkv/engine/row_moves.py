@@ -21,7 +21,7 @@ import numpy as np
 
 from jkv.cache.pool import NULL_PAGE
 from jkv.engine.clocks import running_seconds
-from jkv.engine.conversations import Conversations
+from jkv.engine.kept_rows import KeptRows
 from jkv.engine.outputs import Event
 from jkv.engine.processes import host
 from jkv.engine.row import Place, Row, SwappedPages, SwappedRow
@@ -35,20 +35,20 @@ BLOCK = 512  # pages that one program moves, equally many of each KV head
 # Between batch, pool and host memory.
 
 
-def settle(programs: Any, state: State, conversations: Conversations) -> State:
+def settle(programs: Any, state: State, kept_rows: KeptRows) -> State:
     """Carries out what the scheduler has decided about kept rows: detaches, then swaps out, then frees."""
-    leaving, conversations.leaving = conversations.leaving, {}
+    leaving, kept_rows.leaving = kept_rows.leaving, {}
     for index, kept in leaving.items():
         state, snapshot = programs.detach(state, np.int32(index))
         # Pages stay in the pool; the rest is outside of it, where only the rows of the batch have room.
         kept.row.snapshot = snapshot._replace(beside=host(snapshot.beside))
-        if conversations.copies:
+        if kept_rows.copies:
             kept.row.swapped = copy_out(programs, state, kept.row.snapshot, None)
-    swapping, conversations.swapping = conversations.swapping, []
+    swapping, kept_rows.swapping = kept_rows.swapping, []
     for kept in swapping:
         assert kept.row.snapshot is not None
         kept.row.swapped = kept.row.swapped or copy_out(programs, state, kept.row.snapshot, None)
-    freed, conversations.freed = conversations.freed, []
+    freed, kept_rows.freed = kept_rows.freed, []
     for kept in (*swapping, *freed):
         state = free(programs, state, kept.row)
     return state
@@ -168,7 +168,7 @@ def pack(sample: Sample, row: SwappedRow) -> bytes:
     if one.row.routes is not None:
         one.row.routes.land()
     one.request = dataclasses.replace(sample.request, policy=full())
-    one.shares, one.num_shared_pieces, one.pieces, one.prefix = False, 0, (), Prefix(None)
+    one.reads_prefix, one.num_shared_pieces, one.pieces, one.prefix = False, 0, (), Prefix(None)
     one.on_tokens, one.stops, one.text, one.emitted = None, None, None, None
     one.submitted = sample.seconds  # since then: clocks of two processes differ
     return pickle.dumps(one)

@@ -21,10 +21,10 @@ from jkv.engine import mesh as meshes
 from jkv.engine import prefill, prefix_reuse, programs, row_moves
 from jkv.engine.chunk_inputs import for_chunk, row_settings
 from jkv.engine.clocks import is_ready
-from jkv.engine.conversations import Conversations
 from jkv.engine.device_program import LEAST_ROWS, programs_for
 from jkv.engine.faults import accuse, blame, working_for
 from jkv.engine.filling import PIECES, Filling, Pieces
+from jkv.engine.kept_rows import KeptRows
 from jkv.engine.memory import state_bytes
 from jkv.engine.model_facts import facts_for
 from jkv.engine.parts.base import Carried, Rows
@@ -123,7 +123,7 @@ class Runner:
       programs: `jkv.engine.programs`, or those of the mesh, with their kernels chosen.
       version: the version of the weights: how often they were replaced.
       is_traced: whether new samples record a trace.
-      prefix_cache, conversations: the scheduler's.
+      prefix_cache, kept_rows: the scheduler's.
       filling: prompts that are not in their rows yet.
       sharer: finds pages to share.
       meter: measures bytes and seconds.
@@ -156,7 +156,7 @@ class Runner:
         self.model, self.capacity, self.needs, self.mesh, self.max_stop_ids = model, capacity, needs, mesh, max_stop_ids
         devices = model.params.embedding.devices()
         self.programs: Any = programs_for(programs if mesh is None else meshes.programs_on(mesh), devices, kernels)
-        self.version, self.is_traced, self.prefix_cache, self.conversations = 0, False, PrefixCache(), Conversations()
+        self.version, self.is_traced, self.prefix_cache, self.kept_rows = 0, False, PrefixCache(), KeptRows()
         self.platform = platform_of(next(iter(devices)))
         self.prefill_sizes = prefill.sizes_for(self.platform, lowest_capability(devices))
         self.filling = Filling(running, prefill_tokens or PIECES * self.prefill_sizes[-1])
@@ -397,7 +397,7 @@ class Runner:
 
     def release(self, rows: Sequence[int]) -> None:
         """Frees rows and the pages that only they hold, and detaches, swaps out and frees kept rows."""
-        kept = self.conversations
+        kept = self.kept_rows
         if kept.leaving or kept.swapping or kept.freed:
             self.state = row_moves.settle(self.programs, self.state, kept)
         if rows:
@@ -425,7 +425,7 @@ class Runner:
         assert sample.row.swapped is not None
         prefix = sample.prefix.row
         pages = None if prefix.swapped is None else prefix.swapped.own
-        table = prefix.page_table if sample.shares else None
+        table = prefix.page_table if sample.reads_prefix else None
         self.state = row_moves.swap_in(self.programs, self.state, row, sample.row.swapped, table, pages)
         sample.row.swapped = None
         sample.prefix.sort(sample)
@@ -522,7 +522,7 @@ class Runner:
                 cutoff=cutoff_of(request.policy),
                 is_alive=alive_after(last, self._all_alive),
             )
-        self.scores.append((sample.prefix if sample.shares and sample.is_filling else sample, kinds))
+        self.scores.append((sample.prefix if sample.reads_prefix and sample.is_filling else sample, kinds))
         is_planned = request.policy.is_planned
         return dropped, is_left, None if is_planned else self.programs.filled_slots(self.state, np.int32(row))
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jkv.engine.clocks import running_seconds
-from jkv.engine.conversations import KeptRow, Transcript
+from jkv.engine.kept_rows import KeptRow, Transcript
 from jkv.engine.memory import STEP_PIECE
 from jkv.engine.requests import Request
 from jkv.engine.row import Place, Row
@@ -128,7 +128,7 @@ class Prefix:
         is_own = sample in self.samples
         for group, belongs in (
             (self.fresh, sample.is_fresh),
-            (self.readers, sample.shares),
+            (self.readers, sample.reads_prefix),
             (self.absent, sample.is_swapped),
         ):
             if is_own and belongs:
@@ -174,7 +174,7 @@ class Sample:
     resumed: KeptRow | None = None  # that row, once it has: perhaps with a copy to start again from
     earlier: Transcript | None = None  # the conversation up to its last turn
     pending: int = 0  # last tokens of its prompt that are not prefilled yet, after its first piece or of a later turn
-    shares: bool = False  # whether its row reads the prefix's pages
+    reads_prefix: bool = False  # whether its row reads the prefix's pages
     pieces: tuple[bytes, ...] = ()  # keys of its prompt in the prefix cache; empty if its policy cannot use the cache
     pieces_version: int | None = None  # of the weights that `pieces` are of; None until admission is tried
     num_shared_pieces: int = 0  # leading ones whose pages its row shares with the cache, and never rewrites
@@ -240,12 +240,12 @@ class Sample:
     def keeps_pieces(self) -> bool:
         """Whether its row never rewrites the full pages of its prompt, so that they are counted once, as the prefix cache's."""
         policy = self.request.policy
-        return self.request.stays_whole and keeps_prefix(policy) and policy.share is None and not self.shares
+        return self.request.stays_whole and keeps_prefix(policy) and policy.share is None and not self.reads_prefix
 
     @property
     def is_forking(self) -> bool:
         """Whether it starts from its prefix."""
-        return self.shares and not self.is_swapped
+        return self.reads_prefix and not self.is_swapped
 
     @property
     def source(self) -> int | None:

@@ -28,8 +28,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jkv.cache.pool import num_pages_of
-from jkv.engine.conversations import Conversations
 from jkv.engine.faults import Search, working_for
+from jkv.engine.kept_rows import KeptRows
 from jkv.engine.memory import STEP_PIECE
 from jkv.engine.prefix_cache import PrefixCache, can_reuse
 from jkv.engine.prefix_reuse import reserve
@@ -97,13 +97,13 @@ class Scheduler:
       started: the prefixes that have pages, in the pool or in host memory; few, unlike `prefixes`.
       version: the version of the weights in use; prefixes of other weights are not shared.
       prefix_cache: which prompts stay in the pool after their samples.
-      conversations: rows that are kept between turns.
+      kept_rows: rows that are kept between turns.
       search: looks for a sample that makes steps fail, if they do.
       held: samples that wait for it, outside of the queue.
     """
 
     def __init__(self, capacity: Capacity) -> None:
-        self.capacity, self.prefix_cache, self.conversations = capacity, PrefixCache(), Conversations()
+        self.capacity, self.prefix_cache, self.kept_rows = capacity, PrefixCache(), KeptRows()
         self.running: dict[int, Sample] = {}
         self.waiting: list[tuple[tuple[int, int], Sample]] = []
         self.parked: dict[Sample, None] = {}
@@ -184,7 +184,7 @@ class Scheduler:
             sample = self.running.pop(row)
             sample.row.place = Place.NOWHERE
             self._detach_prefix(sample)
-            if not self.conversations.detach(row, sample.ticket, sample.index):
+            if not self.kept_rows.detach(row, sample.ticket, sample.index):
                 released.append(row)
         return released, self._take_freed()
 
@@ -205,7 +205,7 @@ class Scheduler:
             if prefix.is_held:
                 self._free(prefix)
         self.prefix_cache.evict_all()
-        while self.conversations.swap_out():
+        while self.kept_rows.swap_out():
             pass
         return Actions(release, swap_out, freed + self._take_freed(), {}, 0)
 
@@ -228,7 +228,7 @@ class Scheduler:
         self._freed.clear()
         self._leaving.clear()
         self.prefix_cache.forget()
-        self.conversations.lose()
+        self.kept_rows.lose()
         unfinished = [sample for sample in samples if not sample.is_finished]
         lost = [sample for sample in unfinished if not restart(sample)]
         for sample in unfinished:
@@ -263,10 +263,10 @@ class Scheduler:
         """Pages that running samples, kept rows and prefixes have reserved, and pages of the prefix cache."""
         prefixes = sum(prefix.row.num_pages for prefix in self.started if prefix.is_held)
         total = prefixes + (self.prefix_cache.num_pages if self.prefix_cache.piece else 0)
-        total += self.conversations.num_pages if self.conversations.held else 0
+        total += self.kept_rows.num_pages if self.kept_rows.held else 0
         most = 0
         for sample in sorted(self.running.values(), key=lambda sample: sample.is_filling):  # filled rows, then the others
-            total += self._reservation(sample, sample.shares)
+            total += self._reservation(sample, sample.reads_prefix)
             most = max(most, total + sample.num_passing * sample.is_filling)
         return max(total, most)
 
@@ -289,7 +289,7 @@ class Scheduler:
                 if not fits:
                     break
                 sample.row.place = Place.BATCH
-                self.conversations.attach(sample.resumes)
+                self.kept_rows.attach(sample.resumes)
                 row = free_rows.pop(0)
                 admitted[row] = self.running[row] = sample
                 self.parked.pop(sample, None)
@@ -308,40 +308,40 @@ class Scheduler:
             self._find_pieces(sample)
         else:
             may_share = prefix.is_held and bool(sample.row.swapped.is_shared.any())
-        for shares in (True, False) if may_share else (False,):
+        for reads_prefix in (True, False) if may_share else (False,):
             sample.num_shared_pieces = 0
             if sample.row.swapped is None:
-                reserve(self.prefix_cache, sample, counts_once=not shares)
-            own = self.conversations.pages_of(sample.resumes)
-            lasting, passing = self._needed(sample, shares)
-            needed, kept = lasting + passing - own, prefix if shares else None
+                reserve(self.prefix_cache, sample, counts_once=not reads_prefix)
+            own = self.kept_rows.pages_of(sample.resumes)
+            lasting, passing = self._needed(sample, reads_prefix)
+            needed, kept = lasting + passing - own, prefix if reads_prefix else None
             in_use = pieces_in_use(self.running).union(sample.pieces[: sample.num_shared_pieces])
             idle = self.prefix_cache.num_free(in_use) * self.prefix_cache.pages_of_piece
-            idle += self.conversations.num_pages - own
+            idle += self.kept_rows.num_pages - own
             idle += sum(one.row.num_pages for one in self.started if one.is_idle and one is not kept)
             if self.reserved + needed - idle <= self.capacity.num_pages:
                 while self.reserved + needed > self.capacity.num_pages:
                     is_freed = self._free_idle(sample, kept)
                     assert is_freed, "pages counted as idle cannot be freed"
-                sample.shares, sample.num_passing = shares, passing
-                if shares:
+                sample.reads_prefix, sample.num_passing = reads_prefix, passing
+                if reads_prefix:
                     prefix.row.place = Place.POOL
                     self.started[prefix] = None
                 return True
         sample.num_shared_pieces = 0
         return False
 
-    def _needed(self, sample: Sample, shares: bool) -> tuple[int, int]:
+    def _needed(self, sample: Sample, reads_prefix: bool) -> tuple[int, int]:
         """Pages that admission of a sample takes, with its prefix's if that is not in the pool, and more until it is filled."""
         prefix, request = sample.prefix, sample.request
-        needed = self._reservation(sample, shares)
-        if shares and not prefix.is_held:
+        needed = self._reservation(sample, reads_prefix)
+        if reads_prefix and not prefix.is_held:
             heads, page_size, num_shards = self.capacity.sizes
             prefix.row.filled = request.first_slots(self.capacity.num_layers)
             prefix.row.num_pages = request.policy.num_pages(prefix.row.filled, heads, page_size, num_shards)
             prefix.num_full_pages = request.policy.num_full_pages(prefix.row.filled, heads, page_size)
             needed += prefix.row.num_pages
-        if sample.row.swapped is not None or (shares and prefix.is_held):
+        if sample.row.swapped is not None or (reads_prefix and prefix.is_held):
             return needed, 0
         shared = sample.num_shared_pieces * self.prefix_cache.pages_of_piece
         return needed, max(0, prefill_pages(sample, self.capacity) - shared - needed)
@@ -365,11 +365,11 @@ class Scheduler:
         heapq.heappush(self.waiting, (sample.priority, sample))
         self.parked[sample] = None
         del self.running[row]
-        sample.row.place, sample.shares, sample.num_shared_pieces = Place.HOST, False, 0
+        sample.row.place, sample.reads_prefix, sample.num_shared_pieces = Place.HOST, False, 0
         sample.prefix.sort(sample)
         return sample
 
-    def _reservation(self, sample: Sample, shares: bool) -> int:
+    def _reservation(self, sample: Sample, reads_prefix: bool) -> int:
         """Pages that a running sample may hold after the next chunk, without shared pages of its prefix or the prefix cache."""
         policy, capacity = sample.request.policy, self.capacity
         cached = sample.num_shared_pieces * self.prefix_cache.pages_of_piece
@@ -377,7 +377,7 @@ class Scheduler:
             return sample.most_pages - cached
         growth = sample.pending + policy.most_growth(min(capacity.chunk, sample.remaining), capacity.page_size)
         held = min(sample.num_pages(growth, *capacity.sizes), sample.most_pages)
-        return held - cached - (sample.prefix.num_full_pages if shares and keeps_prefix(policy) else 0)
+        return held - cached - (sample.prefix.num_full_pages if reads_prefix and keeps_prefix(policy) else 0)
 
     def _num_steps(self) -> int:
         """Steps of the next chunk, which must not pass a row's next compaction."""
@@ -391,7 +391,7 @@ class Scheduler:
     def _spare_pages(self, admitted: Iterable[Sample]) -> int:
         """Pages that nobody has reserved, nor takes while a prompt is prefilled and compacted; for the prefix cache."""
         fresh = [sample for sample in admitted if sample.row.swapped is None]
-        more = (prefill_pages(sample, self.capacity) - self._reservation(sample, sample.shares) for sample in fresh)
+        more = (prefill_pages(sample, self.capacity) - self._reservation(sample, sample.reads_prefix) for sample in fresh)
         return self.capacity.num_pages - self.reserved - max(0, max(more, default=0))
 
     # Prefixes.
@@ -418,7 +418,7 @@ class Scheduler:
         """Detaches a sample from its prefix, which is freed if no other sample needs it."""
         prefix = sample.prefix
         prefix.samples.discard(sample)
-        sample.shares = False
+        sample.reads_prefix = False
         prefix.sort(sample)
         self._let_go(prefix)
 
@@ -439,7 +439,7 @@ class Scheduler:
         if idle is not None:
             self._free(idle)
             return True
-        return self.conversations.swap_out(None if sample is None else sample.resumes)
+        return self.kept_rows.swap_out(None if sample is None else sample.resumes)
 
     def _free(self, prefix: Prefix) -> None:
         prefix.leave_pool()

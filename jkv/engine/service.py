@@ -27,9 +27,9 @@ from typing import Any, Generic, TypeVar
 
 from jkv.checks import check_known, described
 from jkv.engine import turns
-from jkv.engine.conversations import ENDS, KeptRow
 from jkv.engine.engine import Engine
 from jkv.engine.interrupts import call
+from jkv.engine.kept_rows import ENDS, KeptRow
 from jkv.engine.outputs import Event
 from jkv.engine.prompts import encode_prompts
 from jkv.engine.requests import Request, RequestOptions, make_requests
@@ -223,7 +223,7 @@ class Service:
             rule = "submit takes one {field} at a time; got {got}. Submit each."
             raise InputError(rule, field="prompt", code="too_long", got=len(prompts))
         groups = make_requests(model, prompts, options, request, self.engine.options.kv_format)
-        return self.submit_requests(turns.kept(groups[0], keep), streams)
+        return self.submit_requests(turns.with_keep(groups[0], keep), streams)
 
     def submit_requests(self, requests: Sequence[Request], streams: bool = False) -> Ticket:
         """Submits checked requests under one ticket.
@@ -267,7 +267,7 @@ class Service:
             raise ValueError(
                 f"{rule}, by {' or '.join(ENDS)}; this one ended by {reasons[sample]!r}. Submit the conversation again."
             )
-        return self.engine.scheduler.conversations.find(ticket.number, sample)
+        return self.engine.scheduler.kept_rows.find(ticket.number, sample)
 
     def extend_request(self, ticket: Ticket, request: Request, row: KeptRow, sample: int = 0, streams: bool = False) -> Ticket:
         """Submits a checked request (`jkv.engine.turns.next_request`) of a kept row's next turn.

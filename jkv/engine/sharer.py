@@ -23,7 +23,7 @@ NUM_PAIRS = 64  # pairs of pages that one program measures
 
 
 @dataclasses.dataclass
-class Row:
+class SharingRow:
     """A row that decides after the chunk in progress, and the pages measured for it."""
 
     index: int
@@ -44,7 +44,7 @@ class Sharer:
 
     def forget(self) -> None:
         """Forgets the chunk in progress."""
-        self._rows: list[Row] = []
+        self._rows: list[SharingRow] = []
         self._squares: list[tuple[int, Any]] = []  # number of pairs and squared distances of each measuring program
 
     def set_model(self, model: Model) -> None:
@@ -78,13 +78,13 @@ class Sharer:
                     sharing.find_similar()
                     pairs = [] if now % sharing.share.interval else sharing.candidates(now)
                 if pairs:
-                    self._rows.append(Row(i, sample, sharing, pairs))
+                    self._rows.append(SharingRow(i, sample, sharing, pairs))
         self.stats.filter_waits += bool(outputs.token.is_ready())
         rows = [row for row in self._rows if row.sharing.share.random is None]
         for is_raw in (False, True):  # two programs: with and without rotation to a common position
             self._measure(state, [row for row in rows if (row.sharing.share.compare_on == "raw") == is_raw], is_raw)
 
-    def _measure(self, state: State, rows: list[Row], is_raw: bool) -> None:
+    def _measure(self, state: State, rows: list[SharingRow], is_raw: bool) -> None:
         """Queues the programs that measure the pairs of `rows`."""
         pair_inputs = []
         for row in rows:
@@ -131,7 +131,7 @@ class Sharer:
             row_index[j], entries[j], log_weight[j] = i, order, weight
         return self.programs.take_pages(state, row_index, entries.astype(np.int32), log_weight.astype(np.float32))
 
-    def _decide_row(self, row: Row, squares: np.ndarray) -> list[tuple[int, np.ndarray, np.ndarray]]:
+    def _decide_row(self, row: SharingRow, squares: np.ndarray) -> list[tuple[int, np.ndarray, np.ndarray]]:
         """One row's decision: its index, the table entries that stay, and their log-multiplicities; empty if all stay."""
         stats, sharing, layout = self.stats, row.sharing, row.sharing.layout
         before = list(layout.table)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jkv.checks import out_of_range, shown, typed
-from jkv.engine.conversations import ENDS, Conversations, KeptRow, Transcript
+from jkv.engine.kept_rows import ENDS, KeptRow, KeptRows, Transcript
 from jkv.engine.prompts import check_ids, is_endless, num_elements
 from jkv.engine.requests import Request, RequestOptions, make_requests
 from jkv.engine.row import Place
@@ -54,7 +54,7 @@ def check_keep(request: Request) -> None:
         raise InputError(rule, field="keep", code="unsupported", name=policy.name)
 
 
-def kept(requests: Sequence[Request], keep: bool) -> list[Request]:
+def with_keep(requests: Sequence[Request], keep: bool) -> list[Request]:
     """Requests whose rows are kept, if they are to be."""
     keep = typed("keep", keep, bool)
     return [dataclasses.replace(request, keep=keep) for request in requests]
@@ -112,7 +112,7 @@ def next_request(model: Model, kept: KeptRow, tokens: Any, options: RequestOptio
     )
 
 
-def find(tickets: Mapping[int, list[Sample]], conversations: Conversations, ticket: int, sample: int) -> KeptRow:
+def find(tickets: Mapping[int, list[Sample]], kept_rows: KeptRows, ticket: int, sample: int) -> KeptRow:
     """The row that a turn continues, or a ValueError that says why there is none."""
     for name, number, fix in (("ticket", ticket, "Pass what submit returned."), ("sample", sample, "Samples count from 0.")):
         if isinstance(number, bool) or not isinstance(number, int | np.integer):
@@ -133,7 +133,7 @@ def find(tickets: Mapping[int, list[Sample]], conversations: Conversations, tick
             rule = "extend continues a request that finished by {ends}; that of {field} {ticket} ended by {got}."
             ends, got = " or ".join(ENDS), repr(one.completion.finish_reason)
             raise InputError(rule, field="ticket", ticket=ticket, ends=ends, got=got)
-    return conversations.find(ticket, sample)
+    return kept_rows.find(ticket, sample)
 
 
 def begin(sample: Sample, kept: KeptRow) -> None:
@@ -144,7 +144,7 @@ def begin(sample: Sample, kept: KeptRow) -> None:
     sample.row.cached_tokens, sample.row.version = sample.request.num_kept, 0  # the version is known once its row is attached
 
 
-def restart(sample: Sample, conversations: Conversations, tokenizer: Any, version: int) -> bool:
+def restart(sample: Sample, kept_rows: KeptRows, tokenizer: Any, version: int) -> bool:
     """Makes an unfinished sample ready for an empty pool: fresh, or swapped out.
 
     False if it has failed itself, or continues a row that is lost.
@@ -160,22 +160,22 @@ def restart(sample: Sample, conversations: Conversations, tokenizer: Any, versio
         return False
     sample.restart(stop_finder(tokenizer, sample.request), version)
     if kept is not None:
-        conversations.return_to_host(kept)
+        kept_rows.return_to_host(kept)
         begin(sample, kept)
     return True
 
 
-def end(sample: Sample, conversations: Conversations, num_pages: int) -> None:
+def end(sample: Sample, kept_rows: KeptRows, num_pages: int) -> None:
     """At the end of a turn: writes its transcript, and keeps its row if it is to be kept; its pages are `num_pages` at most."""
     request, completion = sample.request, sample.completion
     if not (request.keep or request.num_kept):
         return
-    conversations.free(sample.resumes)  # of a turn that ended before it began
+    kept_rows.free(sample.resumes)  # of a turn that ended before it began
     sample.resumes = sample.resumed = None
     completion.transcript = transcript_of(sample)
     if request.keep and completion.finish_reason in ENDS:
         kept = KeptRow(request, completion.transcript, dataclasses.replace(sample.row, num_pages=num_pages))
-        conversations.add(sample.ticket, sample.index, kept)
+        kept_rows.add(sample.ticket, sample.index, kept)
 
 
 def transcript_of(sample: Sample) -> Transcript:

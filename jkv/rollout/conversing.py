@@ -12,8 +12,8 @@ import numpy as np
 
 from jkv.checkpoints.chat_tokens import encode_reply
 from jkv.checks import check_counts, counted, described, shown, typed
-from jkv.engine.conversations import ENDS
 from jkv.engine.interrupts import Presses, call, deferred_interrupts
+from jkv.engine.kept_rows import ENDS
 from jkv.engine.outputs import Event
 from jkv.engine.prompts import LONGEST_TOKEN, check_ids, is_endless, num_elements
 from jkv.model.params import Model

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jkv.checks import shown
-from jkv.engine.conversations import ENDS
+from jkv.engine.kept_rows import ENDS
 from jkv.engine.service import Ticket
 from jkv.reasoning.marks import marks_of
 from jkv.serving.errors import RefusalError

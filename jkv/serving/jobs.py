@@ -13,7 +13,7 @@ from jkv.cache.slot_size import slot_size_of
 from jkv.checkpoints.chat_template import ChatRenderer, ChatText, has_chat_template
 from jkv.checks import shown
 from jkv.engine import turns
-from jkv.engine.conversations import KeptRow
+from jkv.engine.kept_rows import KeptRow
 from jkv.engine.prompts import check_messages, encode_prompt, encode_prompts, encode_text
 from jkv.engine.requests import Request, RequestOptions, make_requests
 from jkv.errors import InputError
@@ -242,7 +242,7 @@ def make_job(
         )
         made = make_requests(model, prompts, request_options, kv_format=kv_format)
         keep = isinstance(fields, ChatFields) and fields.store
-        groups = [turns.kept(group, keep) for group in made]
+        groups = [turns.with_keep(group, keep) for group in made]
     return Job(fields, prompts, groups, isinstance(fields, ChatFields) and ends_in_thinking(model, prompts[0]))
 
 

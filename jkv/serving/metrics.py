@@ -137,7 +137,7 @@ class EngineCollector(Collector):
         scheduler = engine.scheduler
         running = len(scheduler.running)
         waiting = len(scheduler.waiting) + len(scheduler.held) + self.num_unbegun()
-        rows = engine.scheduler.conversations
+        rows = engine.scheduler.kept_rows
         held = stats.held_pages if running else rows.num_pages  # which count an idle engine's kept rows at their most
         for name, about, value in (
             ("vllm:num_requests_running", "Samples in rows.", running),

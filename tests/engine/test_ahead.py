@@ -260,7 +260,7 @@ def sleep(engine):
 
 
 def swap_out(engine):
-    engine.scheduler.conversations.swap_out()
+    engine.scheduler.kept_rows.swap_out()
 
 
 @pytest.mark.parametrize("between", [sleep, swap_out])
@@ -319,7 +319,7 @@ def test_a_reset_ends_turns_that_ran_ahead_and_keeps_those_on_the_host(model, na
     engine.step()
     waiting = engine.extend(tickets[1], NEW[0], **knobs)
     kept = engine.tickets[waiting][0].resumes
-    engine.scheduler.conversations.swap_out()
+    engine.scheduler.kept_rows.swap_out()
     engine.step()
     assert kept.row.swapped is not None
     engine.reset()

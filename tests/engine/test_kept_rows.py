@@ -25,7 +25,7 @@ def test_kept_rows_go_to_the_host_before_a_row_is_preempted(model):
         while not engine.is_idle:
             engine.step()
             assert_engine_is_consistent(engine)
-        assert engine.scheduler.conversations.num_pages == 0, "it was swapped out"
+        assert engine.scheduler.kept_rows.num_pages == 0, "it was swapped out"
         assert engine.runner.num_held_pages == 0
         assert engine.stats.preemptions == 0
         engine.take(tickets)
@@ -37,12 +37,12 @@ def test_the_least_recently_used_row_goes_first(model):
     engine = make(model, 2, ROW)
     tickets = [engine.submit(PROMPT, policy=R_KV, max_new_tokens=3, keep=True, **FREE) for _ in range(3)]
     engine.run()
-    kept = [engine.scheduler.conversations.find(ticket, 0) for ticket in tickets]
-    assert engine.scheduler.conversations.swap_out()
+    kept = [engine.scheduler.kept_rows.find(ticket, 0) for ticket in tickets]
+    assert engine.scheduler.kept_rows.swap_out()
     engine.release(99)  # settles what is decided
     assert [one.row.swapped is not None for one in kept] == [True, False, False]
     later = engine.extend(tickets[1], NEW[0], max_new_tokens=3, **FREE)  # used: the third goes next
-    assert engine.scheduler.conversations.swap_out()
+    assert engine.scheduler.kept_rows.swap_out()
     engine.run()
     assert [one.row.swapped is not None for one in kept] == [True, False, True]
     for ticket in (tickets[0], later, tickets[2]):
@@ -100,7 +100,7 @@ def test_a_row_of_another_ticket_is_refused_and_breaks_nothing(model):
     engine = make(model)
     tickets = [engine.submit(PROMPT, policy=R_KV, max_new_tokens=3, keep=True, **FREE) for _ in range(2)]
     engine.run()
-    rows = [engine.scheduler.conversations.find(ticket, 0) for ticket in tickets]
+    rows = [engine.scheduler.kept_rows.find(ticket, 0) for ticket in tickets]
     request = next_request(engine.model, rows[1], NEW[0], jkv.RequestOptions(max_new_tokens=3, stop_ids=()), keep=False)
     with pytest.raises(jkv.InputError, match="once"):
         engine.submit_turn(tickets[0], 0, rows[1], request)
@@ -173,8 +173,8 @@ def test_a_reset_loses_rows_in_the_pool_and_keeps_those_in_host_memory(model):
     expected = converse(make(model), R_KV, new=NEW[:1], limits=LIMITS[:2])
     tickets = [engine.submit(PROMPT, policy=R_KV, max_new_tokens=13, keep=True, **FREE) for _ in range(4)]
     engine.run()
-    engine.scheduler.conversations.swap_out()
-    engine.scheduler.conversations.swap_out()
+    engine.scheduler.kept_rows.swap_out()
+    engine.scheduler.kept_rows.swap_out()
     engine.release(99)
     waiting = engine.extend(tickets[1], NEW[0], max_new_tokens=19, **FREE)
     started = engine.extend(tickets[3], NEW[0], max_new_tokens=19, **FREE)
@@ -206,7 +206,7 @@ def test_whatever_program_fails_the_engine_is_repaired(model, undisturbed, count
     failing = with_failing_programs(engine)
     tickets = [engine.submit(PROMPT, policy=R_KV, max_new_tokens=13, keep=True, **FREE) for _ in range(2)]
     engine.run()
-    engine.scheduler.conversations.swap_out()
+    engine.scheduler.kept_rows.swap_out()
     engine.release(99)
     later = [engine.extend(ticket, NEW[2], max_new_tokens=19, **FREE) for ticket in tickets]
     failing.fail(count, is_before)
@@ -228,7 +228,7 @@ def test_with_copies_no_failed_program_loses_a_row(model, undisturbed):
     for count in range(14):
         tickets = [engine.submit(PROMPT, policy=R_KV, max_new_tokens=13, keep=True, **FREE) for _ in range(3)]
         engine.run()
-        conversations = engine.scheduler.conversations
+        conversations = engine.scheduler.kept_rows
         assert len(conversations.at(Place.POOL)) == 3
         assert conversations.host_bytes > 0
         if count % 2:  # one of them has its copy alone
@@ -316,7 +316,7 @@ def talk(model, engine, rng, num_conversations):
         np.testing.assert_allclose(got.logprobs, whole.logprobs, atol=1e-5)
     cached = engine.scheduler.prefix_cache.num_pages
     assert int(engine.runner.state.cache.pool.free_top) == engine.num_pages - cached
-    assert (engine.scheduler.reserved, len(engine.scheduler.conversations)) == (cached, 0)
+    assert (engine.scheduler.reserved, len(engine.scheduler.kept_rows)) == (cached, 0)
     return len(done)
 
 

@@ -71,7 +71,7 @@ def test_a_kept_row_continues_as_the_whole_conversation_would(model, is_swapped)
     first = engine.result(ticket)
     other = engine.submit(OTHER, max_new_tokens=20, stop_ids=())  # takes its row of the batch
     if is_swapped:
-        assert engine.scheduler.conversations.swap_out()
+        assert engine.scheduler.kept_rows.swap_out()
     engine.run()
     engine.take([other])
     ticket = engine.extend(ticket, MORE, max_new_tokens=15, stop_ids=())

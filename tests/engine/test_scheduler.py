@@ -43,7 +43,7 @@ class FakeRunner:
         policy, heads = sample.request.policy, sample.row.heads
         whole = policy.num_pages(sample.row.filled, HEADS, PAGE) if heads is None else int(np.ceil(heads / PAGE).sum())
         is_rewritten = (policy.is_bounded or policy.name in REWRITING) and sample.row.compactions > 0
-        return whole - (sample.prefix.num_full_pages if sample.shares and not is_rewritten else 0)
+        return whole - (sample.prefix.num_full_pages if sample.reads_prefix and not is_rewritten else 0)
 
     def execute(self, turn):
         self.release(turn.release)
@@ -55,10 +55,10 @@ class FakeRunner:
             assert row not in self.rows
             assert row < self.capacity.max_running
             prefix = sample.prefix
-            if sample.shares and prefix.row.snapshot is None:
+            if sample.reads_prefix and prefix.row.snapshot is None:
                 prefix.row.snapshot = object()
                 self.prefixes[id(prefix.row.snapshot)] = prefix.row.num_pages
-            if sample.shares:
+            if sample.reads_prefix:
                 self.readers[row] = prefix.row.snapshot
             sample.row.swapped = None
             prefix.sort(sample)
@@ -197,7 +197,7 @@ def check_totals(scheduler, samples):
     assert {sample.prefix for sample in unfinished} <= prefixes
     for prefix in prefixes:
         assert prefix.fresh == {sample for sample in prefix.samples if sample.is_fresh}
-        assert prefix.readers == {sample for sample in prefix.samples if sample.shares}
+        assert prefix.readers == {sample for sample in prefix.samples if sample.reads_prefix}
         assert prefix.absent == {sample for sample in prefix.samples if sample.is_swapped}
         assert not prefix.is_held or prefix in scheduler.started
         assert prefix.key[0] in (None, *range(scheduler.version))

@@ -187,7 +187,7 @@ def test_a_kept_row_continues_as_the_whole_conversation_would(is_swapped):
     first = engine.result(ticket)
     other = engine.submit(PROMPTS[2], max_new_tokens=40, stop_ids=())  # takes its row of the batch
     if is_swapped:
-        assert engine.scheduler.conversations.swap_out()
+        assert engine.scheduler.kept_rows.swap_out()
     engine.run()
     engine.take([other])
     ticket = engine.extend(ticket, NEW, max_new_tokens=30, stop_ids=())

@@ -43,7 +43,7 @@ def service(model):
         yield service
         gc.collect()
         service.call(lambda engine: None).result()
-        assert len(engine.scheduler.conversations) == 0
+        assert len(engine.scheduler.kept_rows) == 0
         assert engine.runner.num_held_pages == 0
     assert not engine.tickets
 
@@ -95,12 +95,12 @@ def test_tasks_talk_at_once(service, whole):
 def test_a_ticket_that_nobody_holds_frees_its_rows(service):
     ticket = service.submit(prompt_of(1), keep=True, **SETTINGS)
     ticket.result()
-    held = service.call(lambda engine: (len(engine.scheduler.conversations), engine.runner.num_held_pages)).result()
+    held = service.call(lambda engine: (len(engine.scheduler.kept_rows), engine.runner.num_held_pages)).result()
     assert held[0] == 1
     assert held[1] > 0
     del ticket
     gc.collect()
-    held = service.call(lambda engine: (len(engine.scheduler.conversations), engine.runner.num_held_pages)).result()
+    held = service.call(lambda engine: (len(engine.scheduler.kept_rows), engine.runner.num_held_pages)).result()
     assert held == (0, 0)
 
 
@@ -110,7 +110,7 @@ def test_the_last_ticket_of_a_conversation_holds_it(service):
     ticket = ticket.extend(NEW[0], **TURN)
     ticket.result()
     gc.collect()
-    assert service.call(lambda engine: len(engine.scheduler.conversations)).result() == 1
+    assert service.call(lambda engine: len(engine.scheduler.kept_rows)).result() == 1
     last = ticket.extend(NEW[1], keep=False, **TURN)
     assert last.result().finish_reason == ["length"]
     with pytest.raises(ValueError, match=r"this one was not. Submit the conversation again, with keep"):
@@ -187,7 +187,7 @@ def test_a_request_that_is_closed_before_it_starts_leaves_no_row(service):
     ticket.close().result()
     service.resume().result()
     ticket.result()
-    assert service.call(lambda engine: len(engine.scheduler.conversations)).result() == 0
+    assert service.call(lambda engine: len(engine.scheduler.kept_rows)).result() == 0
 
 
 def test_a_failed_program_ends_a_turn_with_an_error_and_not_the_service(model):

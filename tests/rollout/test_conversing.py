@@ -58,7 +58,7 @@ def test_a_conversation_is_one_sequence_whose_mask_is_what_the_model_drew(rollou
         whole, start = [*PROMPTS[turn.prompt_index], *out.tokens[row].tolist()], len(PROMPTS[turn.prompt_index])
         start += 9 * turn.number
         assert (turn.before.tolist(), turn.tokens.tolist()) == (whole[:start], whole[start : start + 6])
-    assert rollout.num_pending == len(rollout.engine.tickets) == len(rollout.engine.scheduler.conversations) == 0
+    assert rollout.num_pending == len(rollout.engine.tickets) == len(rollout.engine.scheduler.kept_rows) == 0
     assert rollout.engine.runner.num_held_pages == 0
 
 
@@ -123,7 +123,7 @@ def test_a_reply_that_fails_ends_its_conversation_alone(rollout):
         assert out.lengths.tolist() == [6, 24, 6, 6]
         assert [type(sample.error) for sample in out.samples] == [OSError, type(None), OSError, ValueError]
         assert "Token ids must lie in [0, " in str(out.samples[3].error)
-    assert rollout.pending == len(rollout.engine.tickets) == len(rollout.engine.scheduler.conversations) == 0
+    assert rollout.pending == len(rollout.engine.tickets) == len(rollout.engine.scheduler.kept_rows) == 0
     assert rollout.engine.runner.num_held_pages == 0
 
 
@@ -195,7 +195,7 @@ def test_whatever_a_tool_returns_ends_its_own_conversation_alone(rollout, worker
     assert out.finish_reason == ["length"] * 3 + ["error"] * len(replies)
     assert out.lengths.tolist() == [14] * 3 + [6] * len(replies)
     assert all(str(sample.error) or isinstance(sample.error, SystemExit) for sample in out.samples[3:])
-    assert rollout.pending == len(rollout.engine.tickets) == len(rollout.engine.scheduler.conversations) == 0
+    assert rollout.pending == len(rollout.engine.tickets) == len(rollout.engine.scheduler.kept_rows) == 0
     assert rollout.converse(PROMPTS[:1], scripted, **SETTINGS).lengths.tolist() == [24, 24]
 
 
@@ -248,7 +248,7 @@ def test_an_interrupt_returns_every_conversation_with_its_turns_so_far(rollout):
     out = rollout.converse(PROMPTS[:2], reply, **SETTINGS)
     assert "cancelled" in out.finish_reason
     assert all(length in range(6, 25) for length in out.lengths)
-    assert rollout.num_pending == len(rollout.engine.tickets) == len(rollout.engine.scheduler.conversations) == 0
+    assert rollout.num_pending == len(rollout.engine.tickets) == len(rollout.engine.scheduler.kept_rows) == 0
     rollout.converse(PROMPTS[:1], scripted, **SETTINGS)
 
 
@@ -284,7 +284,7 @@ def test_what_an_error_leaves_pending_is_returned_by_the_next_run(rollout, monke
     out = rollout.run()
     waiting.set()
     assert out.lengths.tolist() == [6, 6]
-    assert rollout.num_pending == len(rollout.engine.tickets) == len(rollout.engine.scheduler.conversations) == 0
+    assert rollout.num_pending == len(rollout.engine.tickets) == len(rollout.engine.scheduler.kept_rows) == 0
 
 
 def test_conversations_go_on_after_a_failed_program(model):

@@ -49,7 +49,7 @@ def server(served):
     yield served
     served.app.state.server.conversations.close()
     served.wait_until_idle()
-    assert served.service.call(lambda engine: len(engine.scheduler.conversations)).result() == 0
+    assert served.service.call(lambda engine: len(engine.scheduler.kept_rows)).result() == 0
 
 
 def post(server, status=200, path="/v1/chat/completions", **fields):
@@ -182,7 +182,7 @@ def post_any(server, **fields):
 def test_the_oldest_are_forgotten_beyond_the_limit(server):
     ids = [post(server, messages=ASK, store=True, **BODY)["id"] for _ in range(4)]
     post(server, 404, messages=ASK, previous_response_id=ids[0], **BODY)
-    assert server.service.call(lambda engine: len(engine.scheduler.conversations)).result() == 3
+    assert server.service.call(lambda engine: len(engine.scheduler.kept_rows)).result() == 3
     for one in ids[1:]:
         post(server, messages=ASK, previous_response_id=one, **BODY)
 
@@ -201,7 +201,7 @@ def values(server):
 
 
 def swap_out(engine):
-    engine.scheduler.conversations.swap_out()
+    engine.scheduler.kept_rows.swap_out()
     engine.runner.release([])
 
 
@@ -213,7 +213,7 @@ def test_metrics_count_kept_rows_where_they_are(server):
 
     first = post(server, messages=ASK, store=True, **BODY)
     now = values(server)
-    kept = server.service.call(lambda engine: engine.scheduler.conversations.num_pages).result()
+    kept = server.service.call(lambda engine: engine.scheduler.kept_rows.num_pages).result()
     assert (now["jkv:kept_rows", "device"], now["jkv:kept_rows", "host"]) == (1, 0)
     assert now["jkv:kept_pages", None] == kept > 0
     assert now["jkv:kv_bytes", None] == kept * server.service.engine.page_bytes

@@ -130,7 +130,7 @@ def assert_engine_is_consistent(engine: Engine) -> None:
     freed = engine.scheduler._freed  # by the next step: a prefix whose last sample was cancelled
     prefixes = [prefix for prefix in (*engine.scheduler.prefixes.values(), *freed) if prefix.row.snapshot]
     block_tables = [prefix.row.snapshot.block_table for prefix in prefixes]
-    conversations = engine.scheduler.conversations
+    conversations = engine.scheduler.kept_rows
     assert not [*conversations.leaving, *conversations.swapping]
     block_tables += [
         kept.row.snapshot.block_table for kept in (*conversations.at(Place.POOL), *conversations.freed) if kept.row.snapshot

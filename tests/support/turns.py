@@ -33,7 +33,7 @@ def converse(engine, policy, between=lambda engine: None, prompt=PROMPT, new=NEW
         outs.append(engine.result(ticket))
         assert_engine_is_consistent(engine)
     engine.release(ticket)
-    assert engine.runner.num_held_pages == engine.scheduler.conversations.num_pages == len(engine.scheduler.conversations) == 0
+    assert engine.runner.num_held_pages == engine.scheduler.kept_rows.num_pages == len(engine.scheduler.kept_rows) == 0
     return outs
 
 

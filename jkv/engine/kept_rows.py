@@ -53,7 +53,7 @@ class KeptRow:
     row: Row
 
 
-class Conversations:
+class KeptRows:
     """All kept rows of an engine.
 
     Attributes:
