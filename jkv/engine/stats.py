@@ -40,13 +40,13 @@ class SampleStats:
       queued_seconds: until it had a row.
       first_seconds: until its first tokens were drawn.
       seconds: until it was finished.
-      compactions: how often its row was compacted.
-      evicted: tokens dropped, averaged over layers and KV heads.
+      compactions: how often its row was compacted, in a conversation since its first turn.
+      evicted: tokens dropped, averaged over layers and KV heads, likewise.
       shared: tokens whose page was replaced by an earlier one.
       saved: the share of its pages that had been freed by its end.
       preemptions: how often it was swapped out to make room for others.
       is_forked: whether it started from a prompt that was prefilled for several samples.
-      cached_tokens: tokens of its prompt that the prefix cache held and that were not prefilled.
+      cached_tokens: tokens of its prompt that were not prefilled, because the prefix cache or a kept row held them.
       error: what failed of its own, if anything: its callback, its policy, its text.
     """
 

@@ -1,4 +1,7 @@
-"""What clients send, as frozen dataclasses that check it: OpenAI's fields, vLLM's, and a policy with its settings."""
+"""What clients send, as frozen dataclasses that check it: OpenAI's fields, vLLM's, and a policy with its settings.
+
+`jkv.serving.jobs` makes a `jkv.RequestOptions` of them.
+"""
 
 import dataclasses
 import inspect
