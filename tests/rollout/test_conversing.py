@@ -121,7 +121,7 @@ def test_a_reply_that_fails_ends_its_conversation_alone(rollout):
     for out in (caught.value.rollouts, returned):
         assert out.finish_reason == ["error", "length", "error", "error"]
         assert out.lengths.tolist() == [6, 24, 6, 6]
-        assert [type(sample.error) for sample in out.samples] == [OSError, type(None), OSError, ValueError]
+        assert [type(sample.error) for sample in out.samples] == [OSError, type(None), OSError, jkv.InputError]
         assert "Token ids must lie in [0, " in str(out.samples[3].error)
     assert rollout.pending == len(rollout.engine.tickets) == len(rollout.engine.scheduler.kept_rows) == 0
     assert rollout.engine.runner.num_held_pages == 0
