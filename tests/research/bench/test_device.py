@@ -78,9 +78,9 @@ def test_a_single_row_is_timed_as_an_engine_runs_it(monkeypatch):
     bench = device.Bench(tiny_model(), device.known_device({"device": "cpu"}, 1e9), (1,), 32, 16, 64, 2)
     asked = []
 
-    def step(params, state, inputs, **options):
+    def step(params, state, inputs, carried, **options):
         asked.append((state.cache.pool, inputs))
-        return state, types.SimpleNamespace(token=None)
+        return state, types.SimpleNamespace(token=None), carried
 
     device.chunk_of(bench, full(), np.full(1, 20), step)()
     ((pool, inputs),) = asked
