@@ -157,7 +157,7 @@ class Schedule:
             if kind == 0:
                 raise OSError("the socket is closed")
             if kind == 1:
-                assert raised(self.engine.step, RuntimeError, "A callback may submit and cancel")
+                assert raised(self.engine.step, RuntimeError, "A callback may submit, extend and cancel")
             if kind == 2:
                 self.engine.cancel(event.ticket)
             if kind == 3:
