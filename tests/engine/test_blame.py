@@ -291,8 +291,9 @@ def test_scores_that_rank_something_are_no_fault(model, number, where):
 
 
 def test_counting_scores_reads_the_device_no_more_often(model, monkeypatch):
-    reads = []
-    monkeypatch.setattr("jkv.engine.runner.host", lambda tree: reads.append(1) or jax.device_get(tree))
+    reads, device_get = [], jax.device_get
+    for name in ("jkv.engine.runner.host", "jax.device_get"):
+        monkeypatch.setattr(name, lambda tree: reads.append(1) or device_get(tree))
     engine = jkv.Engine(model, **SIZES)
     submit(engine, r_kv(0))
     engine.run()
@@ -441,7 +442,7 @@ def test_a_trace_that_cannot_be_recorded_ends_its_sample_alone(model, whole, met
     def fail(*arguments):
         raise IndexError("the trace is full")
 
-    setattr(engine.tickets[tickets[GUILTY]][0].trace, method, fail)
+    setattr(engine.tickets[tickets[GUILTY]][0].row.trace, method, fail)
     assert_neighbours_are_whole(engine, tickets, whole, IndexError, "the trace is full")
 
 
