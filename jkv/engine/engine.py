@@ -40,7 +40,7 @@ from jkv.engine.requests import Request, RequestOptions, check_model, check_weig
 from jkv.engine.results import Result, make_result
 from jkv.engine.row import Place
 from jkv.engine.runner import Flight, Runner
-from jkv.engine.samples import Completion, Sample, samples_of, stop_finder, take_finished
+from jkv.engine.samples import Completion, Sample, Status, samples_of, stop_finder, take_finished
 from jkv.engine.scheduler import Capacity, Scheduler
 from jkv.engine.stats import RunStats
 from jkv.errors import InputError
@@ -201,10 +201,20 @@ class Engine:
         Raises:
           ValueError: a request that this engine can never serve, with the arithmetic; other requests are not affected.
         """
-        given: Any = {"policy": policy, "sampling": sampling, "max_new_tokens": max_new_tokens, "n": n, "stop_ids": stop_ids}
-        given |= {"stop_strings": stop_strings, "first_sample": first_sample, "forced_tokens": forced_tokens}
-        given |= {"cache_salt": cache_salt, "prompt_piece": prompt_piece, "parse_special": parse_special}
-        options = RequestOptions(**given, model_logprobs=model_logprobs)
+        options = RequestOptions(
+            policy=policy,
+            sampling=sampling,
+            max_new_tokens=max_new_tokens,
+            n=n,
+            stop_ids=stop_ids,
+            stop_strings=stop_strings,
+            first_sample=first_sample,
+            forced_tokens=forced_tokens,
+            cache_salt=cache_salt,
+            prompt_piece=prompt_piece,
+            parse_special=parse_special,
+            model_logprobs=model_logprobs,
+        )
         prompts = encode_prompts(self.model, prompt, options.parse_special)
         if len(prompts) != 1:
             rule = "submit takes one {field} at a time; got {got}. Submit each."
@@ -245,7 +255,7 @@ class Engine:
           keep: whether the row is kept again at the end of this turn.
           on_tokens: see `Engine.submit`.
           settings: `max_new_tokens`, `sampling`, `stop_ids`, `forced_tokens` and `model_logprobs` of `jkv.RequestOptions`.
-            Sampling and seed are those of the last turn if they are left out; the others are not.
+            If it gives no sampling, the turn keeps the sampling and seed of the last turn. It inherits nothing else.
 
         Raises:
           ValueError: a ticket without a kept row (unfinished, failed, cancelled, not kept, closed, extended already), tokens
@@ -377,8 +387,8 @@ class Engine:
         self.runner.meter.scheduled(actions)
         self.runner.execute(actions)
         num_steps, filling = actions.num_steps, self.runner.filling
-        # Rows that are filled; one whose sample was cancelled before has nothing to decode.
-        running = {row: one for row, one in self.scheduler.running.items() if not (one.is_filling or one.is_finished)}
+        # A row whose prompt was cancelled on its way has nothing to decode.
+        running = {row: one for row, one in self.scheduler.running.items() if one.status is Status.RUNNING}
         if filling.queue:
             num_steps = filling.lowered(num_steps)
         if running:
@@ -637,9 +647,10 @@ class Engine:
         return request
 
     def _sample(self, ticket: int, index: int, request: Request, on_tokens: Callable[[Event], None] | None) -> Sample:
-        given: Any = {"on_tokens": on_tokens, "stops": stop_finder(self.model.tokenizer, request)}
         pages = most_pages(self.model.params, request, self.capacity.page_size, self.capacity.num_shards)
-        return Sample(ticket, index, request, Completion(), pages, submitted=running_seconds(), **given)
+        sample = Sample(ticket, index, request, Completion(), pages, on_tokens=on_tokens, submitted=running_seconds())
+        sample.stops = stop_finder(self.model.tokenizer, request)
+        return sample
 
     def _finish(self, sample: Sample, reason: str) -> None:
         """Ends a sample that waits, runs or is swapped out; its row, if any, is freed at the end of the step."""

@@ -4,8 +4,6 @@ Other prompts, lengths, budgets or weights compile nothing. The pool is donated 
 copies it (`tests/engine/test_pool_copies.py`, `tests/aot`).
 """
 
-import functools
-import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -36,7 +34,7 @@ from jkv.model.rotary import rotary_angle, rotation
 from jkv.model.sampling import SamplingRows
 from jkv.reasoning.sentences import SentenceMap, similarity_of_slots
 
-DONATED = ("state", "carried")  # arguments of which each program returns the next value in the same memory
+DONATED = ("state", "carried")  # arguments whose memory a program uses again for the value that it returns
 TRACED = "dropped", "is_read", "steered"  # outputs of a chunk that are returned if samples are traced
 
 
@@ -135,8 +133,10 @@ def decode_chunk(
         ring = put_back(ring, oldest, num_seen, ~is_active)
         state = state._replace(cache=state.cache._replace(query_ring=ring))
     outputs = ChunkOutputs(held_pages=pages.held_pages(state.cache.pool), is_running=is_running, **out)
-    ends = (part.end(carries[name]) for name, part in parts.items())
-    return state, outputs, Carried(**functools.reduce(operator.or_, ends, {}))
+    ends: dict[str, Array] = {}
+    for name, part in parts.items():
+        ends |= part.end(carries[name])
+    return state, outputs, Carried(**ends)
 
 
 def attention_of(
@@ -178,7 +178,7 @@ def prefill_chunk(
 
     Reads the row's first `num_pages` pages, which must hold the new tokens too; None are all that it can have.
     Also returns the hidden states and the number of pages in use, which the host need not wait for, and if asked the experts
-    that each token went through, by layer with experts. `parts` are those of prompts (`Parts.of_prompts`).
+    that each token went through, by layer with experts. `parts` holds the parts that see prompts.
     """
     new = Step(params, state.cache, row, token, num_new, num_new > 0)
     for part in parts.on.values():

@@ -97,8 +97,9 @@ class Row:
         """The record of another row that begins with the same content; `trace` is its recorder."""
         sentences = None if self.sentences is None else self.sentences.copy()
         routes = None if self.routes is None else self.routes.copy()
-        of_pages: Any = {"place": Place.NOWHERE, "num_pages": 0, "snapshot": None, "swapped": None}
-        return dataclasses.replace(self, sentences=sentences, trace=trace, routes=routes, **of_pages)
+        twin = dataclasses.replace(self, sentences=sentences, trace=trace, routes=routes)
+        twin.place, twin.num_pages, twin.snapshot, twin.swapped = Place.NOWHERE, 0, None, None
+        return twin
 
     def append(self, count: int) -> None:
         """Counts new slots in every layer and KV head."""

@@ -2,8 +2,8 @@
 
 The scheduler decides which rows move (`jkv.engine.scheduler`): it preempts, and `swap_out` copies.
 
-`programs` are the engine's: `jkv.engine.programs`, or those of a mesh. Each function takes the device state and returns the
-next one.
+`programs` is `jkv.engine.programs`, or the same programs on a mesh (`jkv.engine.mesh`). Each function takes the device state
+and returns the next one.
 
 A packed row goes on in another engine, also in another process or on another machine. It has what a swapped-out row has and the
 sample's host records, without the policy, which the other engine has already, and without callbacks. The other engine must have

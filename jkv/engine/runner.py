@@ -304,8 +304,8 @@ class Runner:
         """
         prompt, config, done = sample.request.prompt[: sample.request.first_prompt], self.model.config, 0
         filled, sentences = np.full(config.num_paged_layers, len(prompt)), new_log(self.model, sample.request.policy.sentences)
-        recorders: Any = {"sentences": sentences, "trace": self.new_trace(sample), "routes": self.new_routes()}
-        sample.row = Row(Place.BATCH, filled, version=self.version, **recorders)
+        trace, routes = self.new_trace(sample), self.new_routes()
+        sample.row = Row(Place.BATCH, filled, version=self.version, sentences=sentences, trace=trace, routes=routes)
         with self.meter.clock("prefill_seconds"):
             if self.prefix_cache.piece:
                 self.state, done = prefix_reuse.adopt(self.programs, self.state, self.prefix_cache, row, sample)
@@ -332,8 +332,8 @@ class Runner:
             prefix.error = prefix.error or one.completion.error
             # Fewer pages than were reserved, if scores decided how many.
             num_pages = min(prefix.row.num_pages, one.num_pages(0, *self.capacity.sizes))
-            of_prefix: Any = {"place": prefix.row.place, "swapped": prefix.row.swapped, "num_pages": num_pages}
-            prefix.row = dataclasses.replace(one.row, snapshot=snapshot, **of_prefix)
+            place, swapped = prefix.row.place, prefix.row.swapped
+            prefix.row = dataclasses.replace(one.row, place=place, num_pages=num_pages, snapshot=snapshot, swapped=swapped)
             sample.completion.peak_kv_bytes = max(sample.completion.peak_kv_bytes, one.completion.peak_kv_bytes)
         begin = prefix.row
         with self.meter.clock("prefill_seconds"):
@@ -538,7 +538,7 @@ class Runner:
     def _parts_of_prompts(self) -> Parts:
         """The parts that see the tokens of prompts."""
         rows = self._rows({})
-        return Parts.from_names({name: KINDS[name].of(rows) for name in names_on(rows)}).of_prompts()
+        return Parts.from_names({name: kind.of(rows) for name, kind in KINDS.items() if kind.sees_prompts and kind.is_on(rows)})
 
     def _chunk_inputs(self, running: Mapping[int, Sample]) -> ChunkInputs:
         """The inputs of the next chunk; settings stay on the device until the rows change."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from jkv.checks import out_of_range, shown, typed
 from jkv.engine.kept_rows import ENDS, KeptRow, KeptRows, Transcript
@@ -185,7 +186,7 @@ def transcript_of(sample: Sample) -> Transcript:
     between = len(prompt) - num_old
     version = completion.versions[0] if completion.versions else sample.row.version
 
-    def joined(field: str, given: Any, drawn: Any, dtype: Any) -> np.ndarray:
+    def joined(field: str, given: ArrayLike, drawn: ArrayLike, dtype: DTypeLike) -> np.ndarray:
         old = [] if earlier is None else [getattr(earlier, field)]
         return np.concatenate([*old, np.asarray(given, dtype), np.asarray(drawn, dtype)])
 

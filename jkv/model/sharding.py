@@ -144,10 +144,11 @@ def letters_of(hint: Any) -> str | None:
 
 
 def leaf_hints(record: type) -> dict[str, Any]:
-    """The annotations of a `flax.struct` record's fields, without the static ones."""
+    """The annotations of a `flax.struct` record's fields, without the static ones and what its class says."""
     hints = typing.get_type_hints(record, include_extras=True)
     fields: Any = record.__dataclass_fields__  # type: ignore[attr-defined]
-    return {name: hints[name] for name, field in fields.items() if field.metadata.get("pytree_node", True)}
+    leaves = [name for name, field in fields.items() if field.metadata.get("pytree_node", True)]
+    return {name: hints[name] for name in leaves if typing.get_origin(hints[name]) is not typing.ClassVar}
 
 
 def parts(value: Any, members: Sequence[Any]) -> Any:

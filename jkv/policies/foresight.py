@@ -133,7 +133,7 @@ def foresight(
           queries of the text give them, which is known in training
 
     Squared attention counts sharp look-ups and leaves out attention that is spread thinly (`jkv.analysis.recall`). On texts
-    unlike those of training it can be worse than random slots (docs/findings.md). Its nearest relatives:
+    that differ from the training texts, it can be worse than random slots (docs/findings.md). Its nearest relatives:
       - KVP (arXiv 2602.10238): a network a head ranks cached keys and values, rewarded for future attention at all budgets.
       - ForesightKV (arXiv 2602.03203): at each compaction, a network reads cached keys, values and statistics of the attention
         so far; it learns the order of later attention, then the loss of the text by reinforcement.

@@ -186,7 +186,7 @@ class Replica(Protocol):
     def ask(self, call: Callable[[Service], Reply[T]], seconds: float = math.inf) -> T | None:
         """What a method of its engine's service returns; None if it cannot be asked any more.
 
-        Where it is in another process, None also if it does not answer within so many seconds.
+        A replica in another process also gives None if it does not answer within `seconds`.
         """
 
     def close(self) -> None:

@@ -174,7 +174,7 @@ class Replicas:
         self._stats, self._stats_time = RunStats(), -STATS_SECONDS
 
     def session(self) -> "Replicas":
-        """The same replicas, with samples of its own: for a thread that submits beside others. `close` ends them for all."""
+        """The same replicas with separate requests, for another thread that submits. Its `close` ends the replicas for all."""
         session = copy.copy(self)
         session._begin(self)
         return session
@@ -467,11 +467,6 @@ class Replicas:
     def model(self) -> Model:
         """The model with the newest weights; of replicas in other processes, with their shapes."""
         return self._carrier.model
-
-    @property
-    def newest_model(self) -> Model:
-        """The same as `model`."""
-        return self.model
 
     @property
     def version(self) -> int:

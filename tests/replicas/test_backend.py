@@ -98,7 +98,7 @@ def test_samples_come_as_they_finish_and_replicas_rest_between_two_runs(rollout,
 
 
 def test_samples_of_a_prompt_that_are_submitted_one_by_one_stay_together(replicas):
-    session, model = replicas.session(), replicas.newest_model
+    session, model = replicas.session(), replicas.model
     for request in (one for group in requests_of(model, PROMPTS[:2], n=3) for one in group):
         session.submit_requests([request])
     seen = []
@@ -168,7 +168,7 @@ def test_an_event_comes_for_each_sample_and_a_callback_that_raises_ends_its_requ
         events.append(event)
         raise OSError("disk full")
 
-    failing, other = requests_of(replicas.newest_model, PROMPTS[:2], n=4)
+    failing, other = requests_of(replicas.model, PROMPTS[:2], n=4)
     tickets = session.submit_requests(failing, fail), session.submit_requests(other, events.append)
     session.run()
     assert [len(event.tokens) for event in events if event.ticket == tickets[1]] == [24] * 4
@@ -179,7 +179,7 @@ def test_an_event_comes_for_each_sample_and_a_callback_that_raises_ends_its_requ
 
 def test_an_interrupt_cancels_what_is_unfinished(replicas, slowly):
     session = replicas.session()
-    (group,) = requests_of(replicas.newest_model, PROMPTS[:1], n=8, max_new_tokens=120)
+    (group,) = requests_of(replicas.model, PROMPTS[:1], n=8, max_new_tokens=120)
     ticket = session.submit_requests(group)
 
     def interrupt(events):

@@ -540,7 +540,7 @@ class ReplicasMix(Mix):
                 settings = self.call() | {"policy": [self.one_of(self.policies) for _ in range(3)]}
                 self.take(str(number), replicas.generate(settings.pop("prompt_or_prompts"), **settings), COUNTS)
                 if self.is_so(0.5):
-                    self.happens("updates", lambda: replicas.update(scaled(replicas.newest_model.params)))
+                    self.happens("updates", lambda: replicas.update(scaled(replicas.model.params)))
                 if self.is_so(0.5):
                     self.happens("sleeps", lambda: (replicas.sleep(), replicas.wake()))
             settings = self.call()

@@ -24,12 +24,8 @@ class Alignment(StepPart):
 
     @classmethod
     def of(cls, rows: Rows) -> "Alignment":
-        no_row, is_end = (
-            np.zeros(rows.num_rows, bool),
-            facts_of(rows.model.tokenizer, rows.model.config.vocab_size).ends_thought,
-        )
-        arrays: Any = (no_row, no_row, np.zeros(rows.num_rows, np.int32), is_end)
-        return cls(*arrays)
+        facts, no_row = facts_of(rows.model.tokenizer, rows.model.config.vocab_size), np.zeros(rows.num_rows, bool)
+        return cls(no_row, no_row, np.zeros(rows.num_rows, np.int32), facts.ends_thought)
 
     def at(self, rows: Rows) -> "Alignment":
         is_aligning, was_end, since = (np.zeros(rows.num_rows, kind) for kind in (bool, bool, np.int32))

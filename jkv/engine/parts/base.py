@@ -5,14 +5,14 @@ also builds pytrees whose leaves are not arrays.) What a part carries from one s
 `jkv.engine.programs.decode_chunk` calls the parts that an engine has in the order of the table, and a plain step has none.
 
 To add a part, write a `StepPart` in a file of its own, and add its field to `jkv.engine.parts.table.Parts`. A part that keeps
-arrays on the device from chunk to chunk also needs a field of `Carried`, one that reports to the host a field of
-`ChunkOutputs`, and one that sees prompts a place in `Parts.of_prompts`. A part whose inputs follow from the tokens drawn so far
+arrays on the device from chunk to chunk also needs a field of `Carried`, and one that reports to the host a field of
+`ChunkOutputs`. A part whose inputs follow from the tokens drawn so far
 must be known to `Sample.can_plan`, because chunks may be dispatched before the last one is read.
 """
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import flax.struct
 from jaxtyping import Array, Bool, Float, Int
@@ -86,7 +86,13 @@ class Step(NamedTuple):
 
 
 class StepPart(flax.struct.PyTreeNode):
-    """A part of a decode step; a moment that a part leaves out does nothing."""
+    """A part of a decode step; a moment that a part leaves out does nothing, but `is_on` and `of` must be written.
+
+    Attributes:
+      sees_prompts: whether `take` is called for the tokens of prompts too.
+    """
+
+    sees_prompts: ClassVar[bool] = False
 
     # On the host.
 

@@ -17,6 +17,8 @@ AnyGate = DmsGate | KVzapLinearGate | KVzapMlpGate | FastKVzipGate
 class Gating(StepPart):
     """The gate that all steps compute."""
 
+    sees_prompts = True
+
     gate: AnyGate
 
     @classmethod

@@ -1,11 +1,11 @@
 """Penalties on tokens that a row already holds: the counts that they read, which stay on the device (`jkv.model.penalties`)."""
 
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 from jaxtyping import Array
 
 from jkv.engine.parts.base import Carried, Draw, Rows, Step, StepPart
+from jkv.engine.samples import Sample
 from jkv.model.penalties import TokenCounts, count_next, count_tokens
 
 
@@ -20,11 +20,15 @@ class Penalties(StepPart):
 
     @classmethod
     def of(cls, rows: Rows) -> "Penalties":
-        return cls(count_rows(rows).is_prompted)
+        prompts = {i: sample.request.prompt.tolist() for i, sample in rows.running.items() if penalises(sample)}
+        counts = count_tokens([(prompts.get(i, ()), ()) for i in range(rows.num_rows)], rows.model.config.vocab_size)
+        return cls(counts.is_prompted)
 
     @classmethod
     def carried(cls, rows: Rows) -> dict[str, Any]:
-        return {"generated": count_rows(rows).generated}
+        tokens = {i: sample.completion.tokens for i, sample in rows.running.items() if penalises(sample)}
+        counts = count_tokens([((), tokens.get(i, ())) for i in range(rows.num_rows)], rows.model.config.vocab_size)
+        return {"generated": counts.generated}
 
     def begin(self, carried: Carried) -> Any:
         return carried.generated
@@ -39,10 +43,6 @@ class Penalties(StepPart):
         return {"generated": carry}
 
 
-def count_rows(rows: Rows) -> TokenCounts:
-    """The counts so far, NumPy arrays; zero in rows without penalties."""
-    texts: list[tuple[Sequence[int], Sequence[int]]] = [((), ())] * rows.num_rows
-    for i, sample in rows.running.items():
-        if sample.request.sampling.penalises:
-            texts[i] = sample.request.prompt.tolist(), sample.completion.tokens
-    return count_tokens(texts, rows.model.config.vocab_size)
+def penalises(sample: Sample) -> bool:
+    """Whether a sample's request has penalties; other rows count nothing."""
+    return sample.request.sampling.penalises

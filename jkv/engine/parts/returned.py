@@ -12,6 +12,8 @@ from jkv.model import routes, sampling
 class Experts(StepPart):
     """The experts that each token goes through, by layer that has any (`jkv.EngineOptions.routed_experts`)."""
 
+    sees_prompts = True
+
     @classmethod
     def is_on(cls, rows: Rows) -> bool:
         return rows.routed_experts

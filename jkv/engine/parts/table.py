@@ -36,10 +36,6 @@ class Parts(NamedTuple):
         fields: Any = parts
         return cls(**fields)
 
-    def of_prompts(self) -> "Parts":
-        """Those that see the tokens of prompts too."""
-        return Parts(gate=self.gate, experts=self.experts)
-
 
 KINDS: dict[str, type[StepPart]] = {
     name: next(kind for kind in typing.get_args(hint) if kind is not type(None))
