@@ -51,8 +51,8 @@ from jkv.eviction import (
     chain,
     evict_by,
 )
+from jkv.eviction.calibration import QueryStatistics
 from jkv.eviction.gate import Gate
-from jkv.eviction.query_statistics import QueryStatistics
 from jkv.generate import generate
 from jkv.model.eight_bits import quantise_weights
 from jkv.model.joined import join_weights, separate_weights

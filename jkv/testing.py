@@ -14,14 +14,12 @@ from jaxtyping import Array
 from jkv.analysis.recall import future_reads
 from jkv.cache.pool import EMPTY
 from jkv.eviction import Policy
-from jkv.eviction.calibration import Calibration, identity_of
-from jkv.eviction.gate import Gate
-from jkv.eviction.gate_kinds import DmsGate, FastKVzipGate, KVzapLinearGate, KVzapMlpGate
-from jkv.eviction.query_statistics import QueryMoments, QueryStatistics
+from jkv.eviction.calibration import Calibration, QueryMoments, QueryStatistics, identity_of
+from jkv.eviction.gate import DmsGate, FastKVzipGate, Gate, KVzapLinearGate, KVzapMlpGate
 from jkv.eviction.view import CacheView
 from jkv.model.joined import separate_weights
 from jkv.model.params import LayerParams, LowRank, Model, ModelConfig, Params
-from jkv.model.rope import Rope, pair_norms, turn
+from jkv.model.rotary import Rope, pair_norms, turn
 from jkv.model.weight_shapes import init_params
 from jkv.policies import oracle as oracles
 from jkv.policies.foresight import Foresight, Network

@@ -164,8 +164,8 @@ def model():
 @pytest.fixture(scope="module")
 def short_prefills():
     """Prompts are prefilled in chunks of 4 and 16 tokens, which compile soon."""
-    from jkv.engine import prefill
+    from jkv.engine import chunk_inputs
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefill, "SIZES", (4, 16))
+        patch.setattr(chunk_inputs, "SIZES", (4, 16))
         yield

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jkv.thresholds import BITS_A_PASS, _find, last_below
+from jkv.model.sampling import BITS_A_PASS, _find, last_below
 
 MOST = 2**32 - 1
 

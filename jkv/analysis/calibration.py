@@ -10,11 +10,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jkv.checkpoints.tokenizer import encode_whole
 from jkv.checks import check_counts, shown
-from jkv.eviction.calibration import identity_of
-from jkv.eviction.query_statistics import QueryMoments, QueryStatistics
+from jkv.eviction.calibration import QueryMoments, QueryStatistics, identity_of
 from jkv.model import decoder
 from jkv.model.params import Model, Params
-from jkv.model.rope import Rope, pair_norms, rope_of, unrotate
+from jkv.model.rotary import Rope, pair_norms, rope_of, unrotate
 from jkv.replay.columns import dense_columns
 from jkv.replay.other_groups import with_other_groups
 from jkv.replay.score import ReplayAttention, check_tokens, round_up

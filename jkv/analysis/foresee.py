@@ -21,7 +21,7 @@ from jkv.engine.memory import free_bytes
 from jkv.eviction.calibration import identity_of
 from jkv.limits import check_numbers
 from jkv.model.params import Model, ModelConfig
-from jkv.model.rope import rope_of
+from jkv.model.rotary import rope_of
 from jkv.policies.foresight import AGES, INPUTS, Foresight, Network, expected_reads, features
 from jkv.replay.score import check_tokens
 from jkv.reports import Report

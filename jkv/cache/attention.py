@@ -18,9 +18,9 @@ from jkv.cache.sink_logit import add_sink, sink_of_rows
 from jkv.cache.states import States
 from jkv.cache.windows import WindowChunk, Windows
 from jkv.model import decoder
-from jkv.model.copies import HEADS, sum_over_copies
 from jkv.model.params import MeshAxis
 from jkv.model.rotary import turn_in
+from jkv.model.sharding import HEADS, sum_over_copies
 
 OPEN_END = jnp.iinfo(jnp.int32).max  # the end of a column that is never evicted
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jkv.cache.pool import EMPTY
-from jkv.model.copies import sum_over_copies
+from jkv.model.sharding import sum_over_copies
 from pallas_kernels.largest_slots import ROUNDING
 
 UNLIMITED = np.iinfo(np.int32).max  # the budget of a row that evicts nothing inside steps

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jkv.cache.in_step_eviction import UNLIMITED
 from jkv.cache.pool import Pool, num_pages_of
-from jkv.model.copies import gather_copies
+from jkv.model.sharding import gather_copies
 from pallas_kernels.largest_slots import ROUNDING, levelled
 
 

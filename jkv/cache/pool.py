@@ -23,10 +23,47 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jkv.cache.chunk_writes import write
 from pallas_kernels import sealed
-from pallas_kernels.quantised import Format, dequantise, like, put, take
+from pallas_kernels.quantised import Format, Numbers, Quantised, dequantise, like, put, take
 from pallas_kernels.sealed import Records, poisoned, zeros
+
+
+def write(kv: Numbers, address: Int[Array, "R K T"], new: Numbers) -> Numbers:
+    """The pool with new vectors `[R, K, T, 2, H]` in its form at addresses of consecutive slots, but for those in page 0."""
+    if isinstance(kv, Quantised) and isinstance(new, Quantised) and kv.format.group is not None and address.shape[-1] > 1:
+        return write_chunk(kv, address, new)
+    page, offset = address // kv.shape[2], address % kv.shape[2]
+    return put(kv, (page[..., None], jnp.arange(2, dtype=jnp.int32), offset[..., None]), new)
+
+
+def write_chunk(kv: Quantised, address: Int[Array, "R K T"], new: Quantised) -> Quantised:
+    """The pool with new vectors `[R, K, T, 2, H]` at addresses of consecutive slots; address 0, at the end, is not written.
+
+    In: page 4, slots 6 to 8 -> Out: a page written from slot 2 on, and one of which slot 0 is written.
+    """
+    page_size, num_tokens = kv.shape[2], address.shape[-1]
+    first = address[..., :1] % page_size
+    most = (num_tokens + 2 * page_size - 2) // page_size  # pages that a chunk may touch
+    start = jnp.maximum(jnp.arange(most, dtype=jnp.int32) * page_size - first, 0)  # first token of each page
+    page = jnp.take_along_axis(address, jnp.minimum(start, num_tokens - 1), axis=-1) // page_size
+    page = jnp.where(start < num_tokens, page, 0)
+    token = jnp.arange(most * page_size, dtype=jnp.int32) - first
+    at = jnp.clip(token, 0, num_tokens - 1)
+    is_new = (token >= 0) & (token < num_tokens) & (jnp.take_along_axis(address, at, axis=-1) >= page_size)
+
+    def write(x: Array, part: Array) -> Array:
+        return put(x, (page,), merged(x.at[page].get(mode="promise_in_bounds"), part, at, is_new))
+
+    return jax.tree.map(write, kv, new)
+
+
+def merged(old: Array, new: Array, at: Int[Array, "R K S"], is_new: Bool[Array, "R K S"]) -> Array:
+    """Pages `[R, K, I, 2, page, C]` whose slots are the vectors `at` `[R, K, T, 2, C]` where they are new."""
+    by_page = *old.shape[:3], old.shape[4]
+    taken = jnp.take_along_axis(new, at[..., None, None], axis=2)
+    taken = jnp.swapaxes(taken.reshape(*by_page, 2, old.shape[-1]), 3, 4)
+    return jnp.where(is_new.reshape(by_page)[:, :, :, None, :, None], taken, old)
+
 
 EMPTY = -1  # the position of an empty slot, and an entry that `take_slots` ignores
 NULL_PAGE = 0  # where what is masked out has its address
@@ -411,3 +448,47 @@ def num_pages_of(num_slots: Any, page_size: int) -> Any:
     2
     """
     return (num_slots + page_size - 1) // page_size
+
+
+def hold(pool: Pool, row: Int[Array, ""], entry: Int[Array, " I"]) -> tuple[Pool, Int[Array, "L K I"]]:
+    """Takes one more reference on the full pages at some entries of a row's table; returns these pages."""
+    page = pool.page_table[:, row][..., entry]
+    return pool.replace(refcount=pool.refcount.at[page].add(1)), page
+
+
+def adopt(pool: Pool, row: Int[Array, ""], page: Int[Array, "L K I"]) -> Pool:
+    """Appends full pages to a row, which shares them and whose own pages are all full. Their slot data are zero."""
+    num_new = page.shape[-1] * pool.page_size
+    entry = pool.length[:, row, :, None] // pool.page_size + jnp.arange(page.shape[-1], dtype=jnp.int32)
+    layer, head, _ = jnp.indices(page.shape, dtype=jnp.int32, sparse=True)
+    return pool.replace(
+        refcount=pool.refcount.at[page].add(1),
+        page_table=pool.page_table.at[layer, row, head, entry].set(page),
+        length=pool.length.at[:, row].add(num_new),
+        logical_length=pool.logical_length.at[row].add(num_new),
+    )
+
+
+def drop(pool: Pool, page: Int[Array, "L K I"]) -> Pool:
+    """Drops the references that `hold` took; pages that no row reads become free."""
+    return drop_references(pool, page, jnp.ones(page.shape, bool))
+
+
+class PageContent(NamedTuple):
+    """The content of pages, by KV head."""
+
+    kv: Annotated[Any, "K I 2 page H"]  # floats or a `Quantised`
+    position: Int[Array, "K I page"]
+    bounds: Float[Array, "K I 2 H"] | None
+
+
+def read_pages(pool: Pool, page: Int[Array, "K I"]) -> PageContent:
+    """The content of some pages of each KV head, to be swapped out."""
+    kv = jax.tree.map(lambda x: x[page], pool.kv)
+    return PageContent(kv, pool.position[page], None if pool.bounds is None else pool.bounds[page])
+
+
+def write_pages(pool: Pool, page: Int[Array, "K I"], content: PageContent) -> Pool:
+    """Writes the result of `read_pages` into other pages; content for NULL_PAGE is discarded."""
+    whole = PageContent(pool.kv, pool.position, pool.bounds)
+    return pool.replace(**put(whole, (page,), content)._asdict())

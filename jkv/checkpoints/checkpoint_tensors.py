@@ -1,24 +1,233 @@
-"""Which tensor of a checkpoint each weight lies in, and where in it.
+"""Which files and tensors a checkpoint has, and which tensor each weight lies in, and where in it.
 
 A tensor may hold several leaves of `Params` (fused projections), and a leaf may be made of several tensors (experts). An
 `Origin` turns bounds of a leaf into an index of its tensor, so that no more than a device's part of a weight has to be read.
-`jkv.checkpoints.weight_reading` reads, and `jkv.checkpoints.loading` finds the files and writes them.
+Blocks of 4 bits (MXFP4) are read as the numbers that they stand for. `jkv.checkpoints.weight_reading` reads, and
+`jkv.checkpoints.loading` finds the files and writes them.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float, UInt8
 
 from jkv.checkpoints.families import find_family
 from jkv.checkpoints.family import Family, field_of
-from jkv.checkpoints.mxfp4 import MXFP4
-from jkv.checkpoints.weight_files import Stored
+from jkv.checkpoints.json_files import AGAIN, OBJECT, Rule, check_fields, find_file, parse_object, read_json, shown
 from jkv.model.eight_bits import code_axis
 from jkv.model.params import ModelConfig
 from jkv.model.weight_shapes import leaf_name, weight_shapes
+
+INDEX = "model.safetensors.index.json"
+MAX_HEADER = 1 << 24  # bytes; 100,000 tensors need half of this
+MAX_NAME = 500  # characters of the name of a tensor
+BYTES = {  # of an element, by its name in safetensors headers
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64"), 8),
+}
+
+
+class Stored(NamedTuple):
+    """The header of a tensor in a file."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def sizes(most: int) -> Rule:
+    """A short list of integers from 0."""
+    return Rule(
+        f"a list of at most {most} integers from 0 to 2**62",
+        lambda value: (
+            isinstance(value, list) and len(value) <= most and all(type(x) is int and 0 <= x < 1 << 62 for x in value)
+        ),
+    )
+
+
+TENSOR = {
+    "dtype": Rule("a dtype of safetensors", lambda value: isinstance(value, str) and bool(re.fullmatch(r"\w{2,16}", value))),
+    "shape": sizes(8),
+    "data_offsets": sizes(2),
+}
+
+
+# Files
+
+
+def list_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder: one, or the shards of its index."""
+    single, index = find_file(folder / "model.safetensors"), find_file(folder / INDEX)
+    shards = sorted({folder / name for name in read_index(index).values()}) if index else []
+    if single and (shards or [single]) != [single]:
+        raise ValueError(
+            f"{folder} must contain model.safetensors or {INDEX}; it has both, and the index names {shards[0].name}. Remove "
+            "the one that is not of this model."
+        )
+    if not single and not index:
+        raise ValueError(
+            f"{folder} must contain model.safetensors or {INDEX}; it has neither. Download the weights, or convert older ones "
+            "with save_pretrained of transformers."
+        )
+    missing = [file.name for file in shards if find_file(file) is None]
+    if missing:
+        raise ValueError(f"{folder} must contain every shard of {INDEX}; missing: {', '.join(missing)}. Download them.")
+    return [single] if single else shards
+
+
+def read_index(index: Path) -> dict[str, str]:
+    """The file of each tensor, by the name of the tensor."""
+    shards = read_json(index).get("weight_map")
+    if not isinstance(shards, dict) or not shards:
+        raise ValueError(f"{index} must name the shard of each tensor in 'weight_map', got {shown(shards)}. {AGAIN}")
+    for name, file in shards.items():
+        if not (isinstance(file, str) and re.fullmatch(r"\w[\w.+-]*\.safetensors", file)):
+            raise ValueError(
+                f"{index}: weight_map must name files of its own folder that end with .safetensors, got {shown(file)} for "
+                f"{shown(name)}. {AGAIN}"
+            )
+    return shards
+
+
+# Headers
+
+
+def list_tensors(files: list[Path]) -> dict[str, Stored]:
+    """All tensors in these files, read from the headers, and checked against the index if there is one."""
+    stored: dict[str, Stored] = {}
+    for file in files:
+        for name, tensor in read_header(file).items():
+            if name in stored:
+                raise ValueError(
+                    f"{file}: {name} must lie in one file, got it also in {stored[name].file.name}. Remove the file "
+                    "that is not of this model."
+                )
+            stored[name] = tensor
+    index = find_file(files[0].parent / INDEX)
+    for name, shard in read_index(index).items() if index else ():
+        if name not in stored or stored[name].file.name != shard:
+            found = f"it in {stored[name].file.name}" if name in stored else "it in none"
+            raise ValueError(f"{index}: {shown(name)} must lie in {shard}, got {found}. Use the index of these shards.")
+    return stored
+
+
+def read_header(file: Path) -> dict[str, Stored]:
+    """The tensors of a safetensors file, whose data must fill the file without gaps or overlaps."""
+    rule = f"{file} must be a safetensors file"
+    if find_file(file) is None:
+        raise ValueError(f"{rule}; there is none. Download it.")
+    try:
+        with open(file, "rb") as stream:
+            size, start = os.fstat(stream.fileno()).st_size, stream.read(8)
+            length = int.from_bytes(start, "little")
+            if len(start) < 8 or length > min(MAX_HEADER, size - 8):
+                raise ValueError(
+                    f"{rule}, with a header of at most {MAX_HEADER:,} bytes; got {length:,} in a file of {size:,}. {AGAIN}"
+                )
+            header = parse_object(stream.read(length), f"{file}: the header")
+    except OSError as error:
+        raise ValueError(f"{rule}: {error}. {AGAIN}") from error
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError(f"{rule}, whose __metadata__ has strings alone; got {shown(metadata)}. {AGAIN}")
+    if odd := [name for name in header if len(name) > MAX_NAME or not name.isprintable()]:
+        raise ValueError(
+            f"{rule}, whose names are printable and have at most {MAX_NAME} characters; got {shown(odd[0])}. {AGAIN}"
+        )
+    check_fields(header, dict.fromkeys(header, OBJECT), f"{rule}: the header")
+    spans = sorted(check_tensor(header[name], f"{rule}: {name}") for name in header)
+    ends = [(0, 0), *spans, (size - 8 - length,) * 2]
+    for (_, end), (begin, _) in pairwise(ends):
+        if begin != end:
+            raise ValueError(
+                f"{rule}, whose tensors fill its {size - 8 - length:,} bytes of data without gaps and overlaps; got an end "
+                f"at byte {end:,} and the next begin at {begin:,}. {AGAIN}"
+            )
+    return {name: Stored(file, tuple(header[name]["shape"]), header[name]["dtype"]) for name in header}
+
+
+def check_tensor(fields: dict[str, Any], where: str) -> tuple[int, int]:
+    """The first byte of a tensor and the byte after its last."""
+    check_fields(fields, TENSOR, where, TENSOR)
+    offsets, dtype, shape = fields["data_offsets"], fields["dtype"], fields["shape"]
+    begin, end = offsets if len(offsets) == 2 else (0, -1)
+    width = BYTES.get(dtype)
+    if end < begin or (width is not None and end - begin != width * math.prod(shape)):
+        raise ValueError(f"{where}: data_offsets must span {dtype} of shape {tuple(shape)}, got {offsets}. {AGAIN}")
+    return begin, end
+
+
+MXFP4 = "MXFP4"  # in place of a dtype of safetensors
+BLOCKS, SCALES = "_blocks", "_scales"
+BLOCK_BYTES = 16
+E2M1 = np.array(  # by their four bits
+    [
+        sign * ((mantissa / 2) if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1))
+        for sign in (1.0, -1.0)
+        for exponent in range(4)
+        for mantissa in range(2)
+    ],
+    np.float32,
+)
+
+
+def dequantised(
+    blocks: UInt8[np.ndarray, "*rows blocks 16"], scales: UInt8[np.ndarray, "*rows blocks"]
+) -> Float[np.ndarray, "*rows columns"]:
+    """The numbers, in bfloat16; NaN where a scale is none."""
+    exponent = np.where(scales == 255, 0, scales.astype(np.int32) - 127)
+    scale = np.where(scales == 255, np.float32(np.nan), np.ldexp(np.float32(1), exponent))
+    number = np.stack([E2M1[blocks & 15], E2M1[blocks >> 4]], axis=-1).reshape(*blocks.shape[:-1], -1)
+    with np.errstate(over="ignore"):  # infinity, which the reader of the tensor refuses
+        return (number * scale[..., None]).astype(jnp.bfloat16).reshape(*blocks.shape[:-2], -1)
+
+
+def with_mxfp4(stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    """The tensors of a checkpoint, with one for each pair of blocks and scales.
+
+    Raises:
+      ValueError: blocks without scales, or either of another shape or dtype.
+    """
+    found = dict(stored)
+    for name in [name.removesuffix(BLOCKS) for name in stored if name.endswith(BLOCKS)]:
+        blocks, scales = found.pop(name + BLOCKS), found.pop(name + SCALES, None)
+        where = f"{blocks.file}: {name}{BLOCKS}"
+        if scales is None:
+            raise ValueError(f"{where} must have its {SCALES.removeprefix('_')}; missing. Download the checkpoint again.")
+        if blocks.dtype != "U8" or scales.dtype != "U8" or len(blocks.shape) < 3 or blocks.shape[-1] != BLOCK_BYTES:
+            got = f"{blocks.dtype} of shape {blocks.shape} with scales of {scales.dtype}"
+            raise ValueError(f"{where} must be bytes, in blocks of {BLOCK_BYTES}, got {got}. Download the checkpoint again.")
+        if scales.shape != blocks.shape[:-1]:
+            raise ValueError(
+                f"{where} must have a scale for each block, {blocks.shape[:-1]}, got {scales.shape}. Download the checkpoint "
+                "again."
+            )
+        *rows, num_blocks, _ = blocks.shape
+        shape = *rows[:-1], num_blocks * 2 * BLOCK_BYTES, rows[-1]
+        found[name] = Stored(blocks.file, shape, MXFP4)
+    return found
+
+
+def read_mxfp4(read: Callable[[str], np.ndarray], name: str) -> np.ndarray:
+    """A tensor in bfloat16, dequantised matrix by matrix; `read` gives the blocks and the scales by their names."""
+    blocks, scales = read(name + BLOCKS), read(name + SCALES)
+    *lead, rows, num_blocks, _ = blocks.shape
+    out = np.empty((math.prod(lead), rows, num_blocks * 2 * BLOCK_BYTES), jnp.bfloat16)
+    pairs = blocks.reshape(len(out), rows, num_blocks, -1), scales.reshape(len(out), rows, num_blocks)
+    for target, *pair in zip(out, *pairs, strict=True):
+        target[...] = dequantised(*pair)
+    return np.swapaxes(out.reshape(*lead, *out.shape[1:]), -1, -2)
+
 
 DTYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}  # by their names in safetensors headers
 EXACT = frozenset({"experts.choice_bias"})  # fields in float32, because a bias may be large where scores are nearly equal

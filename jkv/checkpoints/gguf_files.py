@@ -1,6 +1,6 @@
 """Reads a GGUF file, llama.cpp's format, as a checkpoint: its configuration, the names of its tensors, and their numbers.
 
-The metadata become the fields of a config.json, so the rules of `jkv.checkpoints.config_rules` and
+The metadata become the fields of a config.json, so the rules of `jkv.checkpoints.family` and
 `jkv.checkpoints.architectures` hold. Tensors are read and dequantised one by one, by the package gguf.
 `jkv.checkpoints.gguf_header` parses the file, and `jkv.checkpoints.gguf_tokenizer` has its tokenizer.
 """
@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from jkv.checkpoints.architectures import advice, parse_config
-from jkv.checkpoints.config_rules import REQUIRED, RULES
 from jkv.checkpoints.families import FAMILIES, find_family
-from jkv.checkpoints.family import Family
+from jkv.checkpoints.family import REQUIRED, RULES, Family
 from jkv.checkpoints.gguf_header import GgufHeader
 from jkv.checkpoints.json_files import AGAIN, CORRECT, check_fields, shown
 from jkv.checks import install

@@ -9,8 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jkv.checkpoints.config_rules import MAX_VOCAB
 from jkv.checkpoints.families import FAMILIES
+from jkv.checkpoints.family import MAX_VOCAB
 from jkv.checkpoints.gguf_header import GgufHeader
 from jkv.checkpoints.json_files import CORRECT, SWITCH, TEXT, Rule, check_fields, integer, shown
 from jkv.checkpoints.tokenizer import make_tokenizer

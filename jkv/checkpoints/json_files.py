@@ -1,7 +1,7 @@
 """Reads the JSON files of a checkpoint folder under limits, because a checkpoint may be damaged or hostile.
 
 A file must be a regular file of its folder. Its size, the number of its values and its depth are bounded before or while it is
-parsed, so memory and time are too. `jkv.checkpoints.config_rules` checks the fields.
+parsed, so memory and time are too. `jkv.checkpoints.family` checks the fields.
 """
 
 import json

@@ -22,7 +22,7 @@ from jkv.checkpoints.architectures import config_fields, parse_config
 from jkv.checkpoints.cards import card_of, read_card
 from jkv.checkpoints.chat_template import has_chat_template
 from jkv.checkpoints.checkpoint_tensors import joined, stacked_shape, tensor_parts
-from jkv.checkpoints.config_rules import GENERATION, PENALTIES, SAMPLING, UNUSED, UNUSED_CUTS, UNUSED_DRAWS
+from jkv.checkpoints.family import GENERATION, PENALTIES, SAMPLING, UNUSED, UNUSED_CUTS, UNUSED_DRAWS
 from jkv.checkpoints.gguf_files import check_gguf_tensors, gguf_family, is_gguf, read_gguf_config
 from jkv.checkpoints.gguf_header import read_header
 from jkv.checkpoints.gguf_tokenizer import read_gguf_end_ids, read_gguf_tokenizer

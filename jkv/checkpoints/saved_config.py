@@ -1,6 +1,6 @@
 """Checks the fields of a `ModelConfig` in jkv.json or in a TOML file of a model's shape, before anything is built from them.
 
-The bounds are those of config.json (`jkv.checkpoints.config_rules`): far above real models, and low enough that nothing sized
+The bounds are those of config.json (`jkv.checkpoints.family`): far above real models, and low enough that nothing sized
 by a field is large.
 """
 
@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jkv.checkpoints.architectures import ROPE_FIELDS
-from jkv.checkpoints.config_rules import EVEN, MAX_EXPERTS, MAX_LAYERS, MAX_POSITIONS, RULES, SHARE, THETA, TOKEN
 from jkv.checkpoints.families import FAMILIES
+from jkv.checkpoints.family import EVEN, MAX_EXPERTS, MAX_LAYERS, MAX_POSITIONS, RULES, SHARE, THETA, TOKEN
 from jkv.checkpoints.json_files import (
     CORRECT,
     OBJECT,
@@ -25,8 +25,7 @@ from jkv.checkpoints.json_files import (
     shown,
 )
 from jkv.model.delta_weights import DeltaNet
-from jkv.model.params import ModelConfig
-from jkv.model.rope_scaling import RopeScaling
+from jkv.model.params import ModelConfig, RopeScaling
 
 HEADS, WIDTH = RULES["num_attention_heads"], integer(0, 1 << 20)
 NUMBER = at_least(-1e6, 1e12)

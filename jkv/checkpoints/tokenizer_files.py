@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jkv.checkpoints.config_rules import MAX_POSITIONS, MAX_VOCAB, NAMES
 from jkv.checkpoints.families import find_family
+from jkv.checkpoints.family import MAX_POSITIONS, MAX_VOCAB, NAMES
 from jkv.checkpoints.huggingface import transformers
 from jkv.checkpoints.json_files import (
     CORRECT,

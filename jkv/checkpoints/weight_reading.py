@@ -15,14 +15,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
-from jkv.checkpoints.checkpoint_tensors import DTYPES, Bounds, Origin, Part, check_tensors, origins_of, tensor_parts
+from jkv.checkpoints.architectures import text_tensors
+from jkv.checkpoints.checkpoint_tensors import (
+    DTYPES,
+    MXFP4,
+    Bounds,
+    Origin,
+    Part,
+    check_tensors,
+    list_files,
+    list_tensors,
+    origins_of,
+    read_mxfp4,
+    tensor_parts,
+    with_mxfp4,
+)
 from jkv.checkpoints.families import find_family
 from jkv.checkpoints.gguf_files import gguf_family, read_gguf_weight, stored_dtype
 from jkv.checkpoints.gguf_header import GgufHeader
 from jkv.checkpoints.json_files import AGAIN, printable
-from jkv.checkpoints.multimodal import text_tensors
-from jkv.checkpoints.mxfp4 import MXFP4, read_mxfp4, with_mxfp4
-from jkv.checkpoints.weight_files import list_files, list_tensors
 from jkv.model.eight_bits import coded, quantise_weights
 from jkv.model.joined import filled, joins_by_default
 from jkv.model.params import Codes, ModelConfig, Params

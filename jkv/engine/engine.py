@@ -25,8 +25,7 @@ from jkv.engine.backend import run_to_end
 from jkv.engine.clocks import COMPILING, is_ready, running_seconds
 from jkv.engine.device_program import let_programs_go
 from jkv.engine.faults import blame
-from jkv.engine.guard import Guard
-from jkv.engine.interrupts import deferred_interrupts, raise_lost_interrupt
+from jkv.engine.interrupts import Guard, deferred_interrupts, raise_lost_interrupt
 from jkv.engine.kept_rows import KeptRow
 from jkv.engine.memory import check_fits, lowered, most_pages, num_pool_pages, page_bytes, page_size_for
 from jkv.engine.mesh import place_gate

@@ -4,7 +4,7 @@ Each shard has its own pool, allocator and page ids for its part of the KV heads
 queries. A whole program runs inside one `jax.shard_map`, where the state looks like that of a single device. Shards exchange
 data only to sum the residual stream, to gather the logits, from which all draw the same tokens, to gather the scores where a
 policy compares heads, and to reduce the few numbers that a program returns for all heads. Devices that hold copies of the same
-KV heads have equal pools, and exchange what a policy reads of their queries too (`jkv.model.copies`).
+KV heads have equal pools, and exchange what a policy reads of their queries too (`jkv.model.sharding`).
 
 Outside a program, an array of pages holds the pages of all pools, one after the other; `free_top` has one entry for each. How
 each array is split follows from its annotation (`jkv.model.sharding`).
@@ -32,9 +32,10 @@ from jkv.engine.programs import ChunkOutputs
 from jkv.engine.state import Snapshot, State
 from jkv.eviction import Needs
 from jkv.model import weights
-from jkv.model.copies import COPIES, HEADS
 from jkv.model.params import ModelConfig, Params
 from jkv.model.sharding import (
+    COPIES,
+    HEADS,
     P,
     check_divides,
     fitted_all,

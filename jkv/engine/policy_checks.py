@@ -10,18 +10,17 @@ import jax.numpy as jnp
 
 from jkv.checks import described
 from jkv.engine.interrupts import call, deferred_interrupts
-from jkv.engine.model_facts import facts_for
 from jkv.engine.options import EngineOptions
 from jkv.engine.requests import Request
-from jkv.engine.row_views import view_of_rows
+from jkv.engine.row_views import facts_for, view_of_rows
 from jkv.engine.state import State
 from jkv.errors import InputError
 from jkv.eviction import Needs, Policy
+from jkv.eviction.byte_budget import check_sealing, check_sealing_on
 from jkv.eviction.evict import Evict
 from jkv.eviction.gate import Gate
 from jkv.eviction.policy import check_parts
 from jkv.eviction.schedules import check_answers
-from jkv.eviction.sealing import check_sealing, check_sealing_on
 from jkv.eviction.view import ScoreError, name_of
 from jkv.model.params import Model, Params
 from pallas_kernels.dispatch import platform_of

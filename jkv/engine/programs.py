@@ -11,21 +11,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt, UInt32
 
 import pallas_kernels as kernels
-from jkv.cache import compaction, page_content, prefix_pages, sealed_pages
+from jkv.cache import compaction, sealed_pages
 from jkv.cache import pool as pages
 from jkv.cache.attention import Cache, DecodeAttention, PrefillAttention
 from jkv.cache.in_step_eviction import StepRules
 from jkv.cache.moved_sinks import SinkRules
-from jkv.cache.page_content import PageContent
 from jkv.cache.page_selection import ReadRules
-from jkv.cache.pool import EMPTY, BlockTable
+from jkv.cache.pool import EMPTY, BlockTable, PageContent
 from jkv.cache.query_ring import oldest_queries, put_back
 from jkv.cache.row_storage import decode_groups, prefill_groups, read_row, write_rows
 from jkv.engine.device_program import device_program
-from jkv.engine.model_facts import ModelFacts
 from jkv.engine.parts.base import Carried, Draw, Step
 from jkv.engine.parts.table import Parts
-from jkv.engine.row_views import view_of_rows
+from jkv.engine.row_views import ModelFacts, view_of_rows
 from jkv.engine.state import Snapshot, State
 from jkv.eviction.evict import Cutoff, Evict, Limits
 from jkv.model import decoder, sampling
@@ -349,29 +347,29 @@ def free(state: State, block_table: BlockTable) -> State:
 @device_program(donate_argnames="state")
 def hold_pages(state: State, row: Int[Array, ""], entry: Int[Array, " I"]) -> tuple[State, Int[Array, "L K I"]]:
     """Holds full pages of a row for the prefix cache."""
-    pool, page = prefix_pages.hold(state.cache.pool, row, entry)
+    pool, page = pages.hold(state.cache.pool, row, entry)
     return state._replace(cache=state.cache._replace(pool=pool)), page
 
 
 @device_program(donate_argnames="state")
 def adopt_pages(state: State, row: Int[Array, ""], page: Int[Array, "L K I"]) -> State:
     """Appends pages of the prefix cache to a row, before the rest of its prompt is prefilled."""
-    return state._replace(cache=state.cache._replace(pool=prefix_pages.adopt(state.cache.pool, row, page)))
+    return state._replace(cache=state.cache._replace(pool=pages.adopt(state.cache.pool, row, page)))
 
 
 @device_program(donate_argnames="state")
 def drop_pages(state: State, page: Int[Array, "L K I"]) -> State:
     """Drops pages of the prefix cache."""
-    return state._replace(cache=state.cache._replace(pool=prefix_pages.drop(state.cache.pool, page)))
+    return state._replace(cache=state.cache._replace(pool=pages.drop(state.cache.pool, page)))
 
 
 @device_program()
 def read_pages(state: State, page: Int[Array, "K I"]) -> PageContent:
     """The content of pages of each KV head, to be swapped out."""
-    return page_content.read_pages(state.cache.pool, page)
+    return pages.read_pages(state.cache.pool, page)
 
 
 @device_program(donate_argnames="state")
 def write_pages(state: State, page: Int[Array, "K I"], content: PageContent) -> State:
     """Writes swapped-out pages back to the pool."""
-    return state._replace(cache=state.cache._replace(pool=page_content.write_pages(state.cache.pool, page, content)))
+    return state._replace(cache=state.cache._replace(pool=pages.write_pages(state.cache.pool, page, content)))

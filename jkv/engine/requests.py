@@ -16,9 +16,8 @@ from jkv.checks import check_counts, check_length, did_you_mean, out_of_range, s
 from jkv.engine.prompts import check_ids, num_elements, too_long
 from jkv.errors import InputError
 from jkv.eviction import Policy
-from jkv.eviction.byte_budget import in_slots
+from jkv.eviction.byte_budget import check_sealing, in_slots
 from jkv.eviction.policy import compacted, until_token
-from jkv.eviction.sealing import check_sealing
 from jkv.limits import MOST_SAMPLES
 from jkv.model.joined import GROUPS, joined_of
 from jkv.model.params import Model, ModelConfig, Params

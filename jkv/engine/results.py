@@ -13,8 +13,8 @@ from jkv.engine.outputs import text_of
 from jkv.engine.samples import Sample
 from jkv.engine.stats import RunStats, SampleStats, Stats
 from jkv.eviction.policy import Policy
+from jkv.model.experts import RouteRecorder
 from jkv.model.params import Model, ModelConfig
-from jkv.model.routes import RouteRecorder
 from jkv.model.sampling import Sampling
 from jkv.reasoning.marks import Marks, marks_of
 from jkv.replay.trace import Trace, join_traces

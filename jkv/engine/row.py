@@ -16,7 +16,7 @@ from jkv.cache.pool import num_pages_of
 from jkv.engine.processes import host
 from jkv.engine.state import Snapshot
 from jkv.eviction import Policy
-from jkv.model.routes import RouteRecorder
+from jkv.model.experts import RouteRecorder
 from jkv.reasoning.sentences import SentenceLog
 from jkv.replay.trace import TraceRecorder
 
@@ -35,7 +35,7 @@ class SwappedPages:
     """Pages in host memory."""
 
     place: np.ndarray  # [L, K, MP] int32: index among its head's stored pages of each entry of a row's table, -1 for none
-    content: Any  # a `jkv.cache.page_content.PageContent`, on the host
+    content: Any  # a `jkv.cache.pool.PageContent`, on the host
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,8 +17,8 @@ import numpy as np
 
 from jkv.cache.pool import num_pages_of
 from jkv.checks import counted, size
+from jkv.engine import chunk_inputs, prefix_cache, programs, row_moves
 from jkv.engine import mesh as meshes
-from jkv.engine import prefill, prefix_reuse, programs, row_moves
 from jkv.engine.chunk_inputs import for_chunk, row_settings
 from jkv.engine.clocks import is_ready
 from jkv.engine.device_program import LEAST_ROWS, programs_for
@@ -26,7 +26,6 @@ from jkv.engine.faults import accuse, blame, working_for
 from jkv.engine.filling import PIECES, Filling, Pieces
 from jkv.engine.kept_rows import KeptRows
 from jkv.engine.memory import state_bytes
-from jkv.engine.model_facts import facts_for
 from jkv.engine.parts.base import Carried, Rows
 from jkv.engine.parts.table import KINDS, Parts, names_on
 from jkv.engine.policy_checks import Trials
@@ -34,6 +33,7 @@ from jkv.engine.prefix_cache import PrefixCache
 from jkv.engine.processes import copy_to_host, host, spans
 from jkv.engine.programs import ChunkInputs
 from jkv.engine.row import Place, Row, SwappedRow
+from jkv.engine.row_views import facts_for
 from jkv.engine.samples import Completion, Prefix, RowOutputs, Sample, pieces_in_use, split_by_ownership
 from jkv.engine.scheduler import Actions, Capacity
 from jkv.engine.sharer import Sharer
@@ -42,8 +42,8 @@ from jkv.engine.stats import Meter
 from jkv.eviction import Needs
 from jkv.eviction.policy import cutoff_of
 from jkv.model import weights
+from jkv.model.experts import RouteRecorder
 from jkv.model.params import Model, Params
-from jkv.model.routes import RouteRecorder
 from jkv.model.sampling import DRAWS
 from jkv.reasoning.sentences import map_sentences, new_log
 from jkv.replay.trace import TraceRecorder
@@ -158,7 +158,7 @@ class Runner:
         self.programs: Any = programs_for(programs if mesh is None else meshes.programs_on(mesh), devices, kernels)
         self.version, self.is_traced, self.prefix_cache, self.kept_rows = 0, False, PrefixCache(), KeptRows()
         self.platform = platform_of(next(iter(devices)))
-        self.prefill_sizes = prefill.sizes_for(self.platform, lowest_capability(devices))
+        self.prefill_sizes = chunk_inputs.sizes_for(self.platform, lowest_capability(devices))
         self.filling = Filling(running, prefill_tokens or PIECES * self.prefill_sizes[-1])
         self.held: list[Any] = []  # pages in use after each prefill since the last chunk was read, on the device
         self.scores: list[tuple[Sample | Prefix, Any]] = []  # of compactions since the last chunk was dispatched: see `Flight`
@@ -308,13 +308,13 @@ class Runner:
         sample.row = Row(Place.BATCH, filled, version=self.version, sentences=sentences, trace=trace, routes=routes)
         with self.meter.clock("prefill_seconds"):
             if self.prefix_cache.piece:
-                self.state, done = prefix_reuse.adopt(self.programs, self.state, self.prefix_cache, row, sample)
+                self.state, done = prefix_cache.adopt(self.programs, self.state, self.prefix_cache, row, sample)
                 self.meter.found(sample, done)
         yield from self._append(row, sample, prompt[done:], done)
         if sample.pieces:
             with self.meter.clock("prefill_seconds"):
                 in_use = pieces_in_use(self.meter.running)
-                self.state = prefix_reuse.keep(self.programs, self.state, self.prefix_cache, row, sample, done, in_use)
+                self.state = prefix_cache.keep(self.programs, self.state, self.prefix_cache, row, sample, done, in_use)
         self.sharer.start(sample)
         self.meter.row(sample)
         self.meter.stats.prefills += 1
@@ -374,12 +374,14 @@ class Runner:
 
     def _append(self, row: int, sample: Sample, tokens: np.ndarray, done: int | None = None) -> Pieces:
         """Prefills tokens into a row, after those that it has: the first `done` of its prompt, or None if it has evicted."""
-        for token, count in prefill.chunks(tokens, self.prefill_sizes):
+        for token, count in chunk_inputs.chunks(tokens, self.prefill_sizes):
             yield int(count[0])
             num_pages = None
             if done is not None:
                 done += int(count[0])
-                num_pages = prefill.pages_to_read(done, self.capacity.page_size, self.state.cache.pool.page_table.shape[-1])
+                num_pages = chunk_inputs.pages_to_read(
+                    done, self.capacity.page_size, self.state.cache.pool.page_table.shape[-1]
+                )
             self.meter.stats.prefilled += int(count[0])
             with self.meter.clock("prefill_seconds"), self.meter.stats.idle.dispatching(is_ready(self.state)):
                 args = self.params, self.state, np.asarray([row], np.int32), token, count, self._parts_of_prompts
@@ -413,7 +415,7 @@ class Runner:
             self.state = row_moves.free(self.programs, self.state, prefix.row)
             prefix.row.drop_recorders()
         if self.prefix_cache.piece:
-            self.state = prefix_reuse.drop(self.programs, self.state, self.prefix_cache)
+            self.state = prefix_cache.drop(self.programs, self.state, self.prefix_cache)
 
     def copy_row(self, row: int) -> SwappedRow:
         """A copy of a running row in host memory, with its own copies of pages that it shares."""

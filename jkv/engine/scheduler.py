@@ -31,8 +31,7 @@ from jkv.cache.pool import num_pages_of
 from jkv.engine.faults import Search, working_for
 from jkv.engine.kept_rows import KeptRows
 from jkv.engine.memory import STEP_PIECE
-from jkv.engine.prefix_cache import PrefixCache, can_reuse
-from jkv.engine.prefix_reuse import reserve
+from jkv.engine.prefix_cache import PrefixCache, can_reuse, reserve
 from jkv.engine.row import Place
 from jkv.engine.samples import Prefix, Sample, keeps_prefix, pieces_in_use
 from jkv.reasoning.sentences import SentenceLog

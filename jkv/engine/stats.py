@@ -14,8 +14,7 @@ from jkv import notebook
 from jkv.cache.page_selection import pages_read
 from jkv.cache.pool import num_pages_of
 from jkv.checks import counted, size
-from jkv.engine.clocks import COMPILING, IdleClock, clock
-from jkv.engine.histograms import Counts, Latency
+from jkv.engine.clocks import COMPILING, Counts, IdleClock, Latency, clock
 from jkv.engine.samples import Sample
 from jkv.engine.scheduler import Actions
 from jkv.model.params import ModelConfig

@@ -23,8 +23,7 @@ from jkv.eviction.calibration import Calibration
 from jkv.eviction.evict import Cutoff, Evict, least_slots
 from jkv.eviction.gate import Gate
 from jkv.eviction.needs import Needs
-from jkv.eviction.read import Read
-from jkv.eviction.schedules import EachStep, Every, Schedule, Threshold, ask, check_schedule
+from jkv.eviction.schedules import EachStep, Every, Read, Schedule, Threshold, ask, check_schedule
 from jkv.eviction.scores import layer_of
 from jkv.eviction.view import CacheView, FunctionScore, Score, Scored
 from jkv.model.params import Model

@@ -1,4 +1,6 @@
-"""Recipes: functions that build the policy of a method from its settings, each with its entry in the table of policies."""
+"""Recipes: functions that build the policy of a method from its settings, each with its entry in the table of policies; and
+`chain`, which joins several.
+"""
 
 import dataclasses
 import functools
@@ -9,7 +11,7 @@ from typing import Any, ParamSpec, cast
 
 from jkv.checks import check_length, did_you_mean, shown, typed
 from jkv.errors import Code, InputError
-from jkv.eviction.byte_budget import in_bytes
+from jkv.eviction.byte_budget import ByteBudget, in_bytes
 from jkv.eviction.policy import Policy, noted
 from jkv.limits import MOST_SIZE
 
@@ -149,3 +151,31 @@ def page_with_table(page: str, recipes: Mapping[str, Callable[..., Policy]], fol
     if len(MARKED.findall(page)) != 1:
         raise ValueError("The page must have the marks <!-- policies --> and <!-- /policies --> once. Add them.")
     return MARKED.sub(lambda _: markdown(recipes, folder) + "\n", page)
+
+
+def chain(*policies: Any) -> Policy:
+    """One policy with the parts of all: `chain(reason_cache(), r_kv(budget=1024))` shares pages, then evicts.
+
+    A row shares pages until its first compaction; the score then sees each slot's multiplicity (`CacheView.log_weight`).
+
+    Raises:
+      ValueError: two policies that have the same part, or parts that exclude each other.
+
+    >>> from jkv.policies import r_kv, seal, reason_cache
+    >>> chain(reason_cache(), r_kv(budget=64)).name
+    'reason_cache+r_kv'
+    """
+    if any(isinstance(policy, ByteBudget) for policy in policies):
+        raise ValueError(f"chain takes policies with budgets in slots; got {policies!r}. Give slots, such as budget=1024.")
+    if not policies or not all(isinstance(policy, Policy) for policy in policies):
+        raise ValueError(f"chain takes policies, such as jkv.reason_cache() and jkv.r_kv(budget=1024); got {policies!r}.")
+    fields: dict[str, Any] = {}
+    for policy in policies:
+        for field in dataclasses.fields(Policy):
+            value = getattr(policy, field.name)
+            if field.name == "name" or not field.init or value == field.default:
+                continue
+            if field.name in fields:
+                raise ValueError(f"chain takes one policy for each part; two have {field.name!r}: {policies!r}.")
+            fields[field.name] = value
+    return noted(Policy("+".join(policy.name for policy in policies), **fields), "chain", policies, {})

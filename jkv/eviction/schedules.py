@@ -1,7 +1,7 @@
 """When a row is compacted, and to how many slots: host arithmetic about one row, independent of the rest of the batch.
 
 Time is counted in the row's own generated tokens; 0 is right after prefill. Slots are those of a layer and KV head, on average
-if a policy spreads them unevenly.
+if a policy spreads them unevenly. `Read` says which pages a decode step reads, where a policy reads fewer than it keeps.
 """
 
 import dataclasses
@@ -9,8 +9,9 @@ import math
 import numbers
 from typing import Protocol, runtime_checkable
 
-from jkv.checks import check_least, shown
+from jkv.checks import check_known, check_least, shown
 from jkv.errors import InputError
+from jkv.eviction.needs import Needs
 
 
 @runtime_checkable
@@ -254,3 +255,31 @@ def check_budget(budget: int) -> None:
     if isinstance(budget, bool) or not isinstance(budget, int) or not 1 <= budget < 1 << 48:
         rule = "{field} must be a number of slots, at least 1 and below 2**48, for each layer and KV head; got {got}."
         raise InputError(rule, field="budget", code="out_of_range", got=shown(budget))
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """Which pages a decode step reads (Quest): those that may hold the keys with the largest logits.
+
+    Attributes:
+      budget: slots read in a layer and KV head, rounded down to whole pages; the current page is always read.
+      dense_layers: how many first layers read all pages; None is `num_dense`.
+      over_group: how the query heads of a KV head choose: by the largest of their bounds ("max") or by the mean ("mean").
+
+    Raises:
+      ValueError: a field out of its range.
+    """
+
+    needs = Needs(bounds=True)
+    budget: int
+    dense_layers: int | None = None
+    over_group: str = "max"
+
+    def __post_init__(self) -> None:
+        check_budget(self.budget)
+        check_least(0, " first layers that read all pages", dense_layers=self.dense_layers)
+        check_known(("max", "mean"), over_group=self.over_group)
+
+    def num_dense(self, num_layers: int) -> int:
+        """How many first layers of a model read all pages: by default 2, as in Quest's code, and none of fewer than 16."""
+        return min(num_layers, (2 if num_layers >= 16 else 0) if self.dense_layers is None else self.dense_layers)

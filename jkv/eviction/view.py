@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jkv.cache.pool import EMPTY
 from jkv.eviction.needs import Needs
-from jkv.model.rope import Rope
+from jkv.model.rotary import Rope
 
 OPTIONAL = (
     "query",

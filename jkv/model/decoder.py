@@ -16,13 +16,12 @@ from jaxtyping import Array, Float, Int
 from jkv.model import delta_net
 from jkv.model.delta_net import DeltaInputs
 from jkv.model.delta_weights import DeltaParams
-from jkv.model.experts import activate, gating_of, mixture
+from jkv.model.experts import Choose, activate, gating_of, mixture
 from jkv.model.joined import joined_of, split
 from jkv.model.layer_groups import check_attend
 from jkv.model.norms import add_norm, norm, norm_of_all_heads
 from jkv.model.params import Codes, LayerParams, LowRank, MeshAxis, ModelConfig, Params
 from jkv.model.rotary import rotation
-from jkv.model.routes import Choose
 from pallas_kernels.rotate_append.reference import rotate
 
 KeyAndValue: TypeAlias = tuple[Array | None, Array | None]  # of a layer; it has both if it stores them
@@ -66,7 +65,7 @@ def forward(
     unless the layer has no RoPE, or `rotates` is false: then `attend` rotates them. `enter` may change the hidden states at the
     input of each layer. `observe` sees them afterwards, before the layer's norm and attention, and returns the cache. `choose`
     sees the experts that a layer's router chooses for each token, [B, T, A], and returns those that are used, and the cache
-    (`jkv.model.routes`). With `remat`, a gradient computes each layer once more in place of keeping what it computed.
+    (`jkv.model.experts`). With `remat`, a gradient computes each layer once more in place of keeping what it computed.
     """
     config = params.config
     check_attend(config, attend)

@@ -21,12 +21,33 @@ from jkv import notebook
 from jkv.model.delta_weights import DeltaNet, DeltaParams
 from jkv.model.digests import hash_sum, tokenizer_digest, weights_digest
 from jkv.model.joined import separate_weights
-from jkv.model.rope_scaling import UNSCALED, RopeScaling
 from jkv.model.sampling import Sampling
 from jkv.model.weight_records import Codes as Codes
 from jkv.model.weight_records import Experts as Experts
 from jkv.model.weight_records import LowRank as LowRank
 from jkv.resuming import digest_of
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """The scaling of rotary frequencies; the fields are those of a checkpoint's `rope_parameters`."""
+
+    kind: str = "default"  # default | linear | llama3 | yarn | longrope | proportional
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_max_position: int = 0
+    beta_fast: float = 32.0  # of YaRN: turns over the original context, from which a frequency is kept
+    beta_slow: float = 1.0  # and below which it is divided by the factor
+    attention_factor: float = 1.0  # multiplies rotated queries and keys
+    truncates: bool = True  # whether the ramp between the two ends at whole pairs of channels
+    short_factor: tuple[float, ...] = ()  # of LongRoPE: divide each frequency, in models of at most the original context
+    long_factor: tuple[float, ...] = ()  # and in longer ones
+    share: float = 1.0  # of "proportional": of the pairs of channels, those of the highest frequencies, that turn
+
+
+UNSCALED = RopeScaling()
+
 
 MeshAxis = str | tuple[str, ...] | None  # over which weights are split: one axis of a mesh, several as one, or none
 

@@ -7,17 +7,52 @@ that of temperature 1); where a request asks for it, also under the model's own 
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
+from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray, UInt32
 
 from jkv.checks import check_between, out_of_range, typed
-from jkv.model.penalties import PenaltyRows, TokenCounts, penalise
-from jkv.thresholds import last_below
+
+BITS_A_PASS = 4  # on an accelerator, where reading the values again costs more than comparing them with 15 numbers at once
+
+
+def last_below(bits: UInt32[Array, "*N S"], weight: Num[Array, "*N #S"], limit: Num[Array, "*N"]) -> UInt32[Array, "*N"]:
+    """The greatest number t such that the weights of all bits below t sum to less than the limit; 0 where no sum does.
+
+    Where weights are positive, it is the bits of the first value, in ascending order, with which the sum reaches the limit;
+    2**32 - 1 where all together do not. `bits` are numbers, weights are at least 0. t is found bit by bit.
+    """
+    find = partial(_find, bits, weight, limit)
+    return jax.lax.platform_dependent(cpu=partial(find, 1), default=partial(find, BITS_A_PASS))
+
+
+def _find(bits: UInt32[Array, "*N S"], weight: Num[Array, "*N #S"], limit: Num[Array, "*N"], width: int) -> UInt32[Array, "*N"]:
+    """`last_below`, with `width` bits of t found in each pass over the values."""
+
+    def narrow(low: UInt32[Array, "*N"], place: UInt32[Array, ""]) -> tuple[UInt32[Array, "*N"], None]:
+        trials = [low + (jnp.uint32(digit) << place) for digit in range(1, 1 << width)]
+        sums = sum_all([jnp.where(bits < trial[..., None], weight, 0) for trial in trials])
+        digit = sum((total < limit).astype(jnp.uint32) for total in sums)
+        return low + (digit << place), None
+
+    places = jnp.arange(32 - width, -1, -width, dtype=jnp.uint32)
+    unroll = width > 1  # a few passes of two kernels each; a loop would count its turns in kernels of its own
+    if unroll:  # without the barrier XLA gives some passes copies of their own, as large as the values
+        bits, weight = jax.lax.optimization_barrier((bits, weight))
+    return jax.lax.scan(narrow, jnp.zeros(bits.shape[:-1], jnp.uint32), places, unroll=unroll)[0]
+
+
+def sum_all(arrays: list[Num[Array, "*N S"]]) -> Any:
+    """The sums of several arrays over their last axis, as one reduction, which reads what they are made of once."""
+    add: Callable[..., Any] = lambda x, y: tuple(a + b for a, b in zip(x, y, strict=True))  # noqa: E731
+    zeros = [jnp.zeros((), array.dtype) for array in arrays]
+    return jax.lax.reduce(tuple(arrays), tuple(zeros), add, (arrays[0].ndim - 1,))
+
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-6, 1e30  # float32, with room for what logits are divided by and into
 LEAST_REPETITION, MOST_REPETITION = 0.01, 100.0  # of any use, and logits stay in the range of float32
@@ -92,6 +127,66 @@ class Sampling:
 
 
 SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(Sampling))
+
+
+class PenaltyRows(NamedTuple):
+    """The penalties of each row, as data."""
+
+    repetition: Float[Array, " B"]
+    presence: Float[Array, " B"]
+    frequency: Float[Array, " B"]
+
+
+class TokenCounts(NamedTuple):
+    """Which tokens each row's prompt holds, and how often each token is in its completion so far."""
+
+    is_prompted: Bool[Array, "*B V"]
+    generated: Int[Array, "*B V"]
+
+
+def penalise(logits: Float[Array, "*B V"], rows: PenaltyRows, counts: TokenCounts) -> Float[Array, "*B V"]:
+    """The logits after the penalties, float32; unchanged, bit for bit, where all of a row's penalties are neutral.
+
+    `repetition` divides positive logits of the tokens of prompt and completion, and multiplies negative ones. Then each token
+    of the completion loses `frequency` times its count, and `presence` once.
+    """
+    repetition, presence, frequency = (x[..., None] for x in rows)
+    logits, is_generated = logits.astype(jnp.float32), counts.generated > 0
+    repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = jnp.where(counts.is_prompted | is_generated, repeated, logits)
+    return logits - frequency * counts.generated.astype(jnp.float32) - jnp.where(is_generated, presence, 0.0)
+
+
+def count_tokens(texts: Sequence[tuple[Sequence[int], Sequence[int]]], vocab_size: int) -> TokenCounts:
+    """The counts of pairs of prompt and completion so far, NumPy arrays."""
+    is_prompted: Any = np.zeros((len(texts), vocab_size), bool)
+    generated: Any = np.zeros((len(texts), vocab_size), np.int32)
+    for i, (prompt, completion) in enumerate(texts):
+        is_prompted[i, np.asarray(prompt, np.int32)] = True
+        np.add.at(generated[i], np.asarray(completion, np.int32), 1)
+    return TokenCounts(is_prompted, generated)
+
+
+def count_next(generated: Int[Array, "B V"], token: Int[Array, " B"], is_new: Bool[Array, " B"]) -> Int[Array, "B V"]:
+    """`TokenCounts.generated` after one more token in the rows that have one."""
+    return generated.at[jnp.arange(len(token), dtype=jnp.int32), token].add(is_new.astype(jnp.int32))
+
+
+def counts_in_block(
+    token: Int[Array, "n T"], start: Int[Array, " n"], position: Int[Array, "n I"], vocab_size: int
+) -> TokenCounts:
+    """The counts after the token at each of a block of consecutive positions: [n, I, V].
+
+    `token` holds prompts and completions, which begin at `start`. They are counted again for each block, in O(T), so that no
+    counts are kept from block to block: memory is a block's.
+    """
+    at, row = jnp.arange(token.shape[1], dtype=jnp.int32), jnp.arange(len(token), dtype=jnp.int32)[:, None]
+    is_generated, nothing = at >= start[:, None], jnp.zeros((len(token), vocab_size), jnp.int32)
+    prompted = nothing.at[row, token].add((~is_generated).astype(jnp.int32))
+    before = nothing.at[row, token].add((is_generated & (at < position[:, :1])).astype(jnp.int32))
+    here = jnp.where(position >= start[:, None], jnp.take_along_axis(token, position, axis=1), vocab_size)
+    within = jnp.cumsum(jax.nn.one_hot(here, vocab_size, dtype=jnp.int32), axis=1)
+    return TokenCounts(prompted[:, None] > 0, before[:, None] + within)
 
 
 class SamplingRows(NamedTuple):
@@ -215,3 +310,36 @@ def whole_masses(probability: Float[Array, "*B V"]) -> UInt32[Array, "*B V"]:
     rough = jnp.ceil(probability * 2.0**spare).astype(jnp.uint32).sum(axis=-1, dtype=jnp.uint32)
     power = spare - 1 + jax.lax.clz(rough).astype(jnp.int32)
     return jnp.round(probability * jnp.ldexp(jnp.float32(1), power)[..., None]).astype(jnp.uint32)
+
+
+COUNTED = 5  # bytes of `TokenCounts` for each row and token of the vocabulary
+
+
+ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))  # bits, of the rounds in turn
+PARITY = 0x1BD11BDA
+MASK = 0xFFFFFFFF
+
+
+def sample_key(seed: int, request: int, sample: int) -> UInt32[np.ndarray, " 2"]:
+    """The key data of one sample of one request: its number, folded into the request's, folded into the seed's key.
+
+    >>> sample_key(1, 2, 3)
+    array([2563710487,  186860909], dtype=uint32)
+    """
+    key = 0, int(seed) & MASK
+    for number in (int(request), int(sample)):
+        key = threefry(key, (0, number & MASK))
+    return np.array(key, np.uint32)
+
+
+def threefry(key: tuple[int, int], count: tuple[int, int]) -> tuple[int, int]:
+    """Two pseudo-random 32-bit numbers: `count`, encrypted by `key` in 20 rounds."""
+    keys = *key, key[0] ^ key[1] ^ PARITY
+    one, other = (count[0] + key[0]) & MASK, (count[1] + key[1]) & MASK
+    for i in range(5):
+        for bits in ROTATIONS[i % 2]:
+            one = (one + other) & MASK
+            other = ((other << bits | other >> 32 - bits) & MASK) ^ one
+        one = (one + keys[(i + 1) % 3]) & MASK
+        other = (other + keys[(i + 2) % 3] + i + 1) & MASK
+    return one, other

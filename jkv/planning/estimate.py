@@ -18,12 +18,10 @@ from jkv.engine.memory import most_pages_of, num_row_pages, state_bytes
 from jkv.engine.state import empty_state
 from jkv.eviction import Needs, Policy
 from jkv.limits import MOST_ROWS
-from jkv.model.copies import num_copies
 from jkv.model.eight_bits import quantise_weights
 from jkv.model.params import ModelConfig, Params
-from jkv.model.penalties import COUNTED
-from jkv.model.sampling import Sampling
-from jkv.model.sharding import local_config
+from jkv.model.sampling import COUNTED, Sampling
+from jkv.model.sharding import local_config, num_copies
 from jkv.model.weight_shapes import weight_shapes
 from jkv.planning.devices import Device
 from jkv.planning.roofline import Lifetime, compaction_cost, host_seconds, lifetime, step_costs

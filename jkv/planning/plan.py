@@ -20,8 +20,7 @@ from jkv.engine.memory import state_bytes
 from jkv.engine.options import EngineOptions
 from jkv.engine.requests import check_prompt_fits, spread_policies
 from jkv.eviction import Policy
-from jkv.eviction.byte_budget import in_slots
-from jkv.eviction.sealing import check_sealing_on
+from jkv.eviction.byte_budget import check_sealing_on, in_slots
 from jkv.model.eight_bits import check_format
 from jkv.model.params import Model, ModelConfig, Params, count_weights
 from jkv.model.sampling import Sampling

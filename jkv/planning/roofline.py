@@ -17,7 +17,7 @@ from jkv.cache.page_selection import pages_read
 from jkv.eviction import Policy
 from jkv.eviction.policy import compacted
 from jkv.model.params import ModelConfig
-from jkv.model.penalties import COUNTED
+from jkv.model.sampling import COUNTED
 from jkv.planning.devices import Device
 
 # Seconds of the host for a step, in chunks of 16, and for each of its rows: measured on a CPU with 1, 8 and 32 rows.

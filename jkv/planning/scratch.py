@@ -6,7 +6,7 @@ for TPU v5e, v6e, the H200 and the T4; `tests/aot/test_plan.py` compares them wi
 
 import dataclasses
 
-from jkv.engine import prefill as chunks
+from jkv.engine import chunk_inputs as chunks
 from jkv.eviction import Policy
 from jkv.model.experts import takes_few
 from jkv.model.params import ModelConfig

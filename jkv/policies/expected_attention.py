@@ -15,7 +15,7 @@ from jkv.eviction.schedules import Every
 from jkv.eviction.scores import attention, sinks_by_group
 from jkv.eviction.view import CacheView
 from jkv.model.decoder import rotate
-from jkv.model.rope import mean_turn, unrotate
+from jkv.model.rotary import mean_turn, unrotate
 
 
 @dataclasses.dataclass(frozen=True)

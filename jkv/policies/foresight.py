@@ -18,7 +18,7 @@ from jkv.eviction.recipe import recipe
 from jkv.eviction.schedules import Every
 from jkv.eviction.view import CacheView
 from jkv.model.params import ModelConfig
-from jkv.model.rope import Rope, unrotate
+from jkv.model.rotary import Rope, unrotate
 
 INPUTS = ("key", "value", "age")  # what a network reads of a slot
 AGES = tuple(2 ** (i / 4) for i in range(8, 57))  # tokens, from 4 to 16,384: the nodes between which a slot's age lies

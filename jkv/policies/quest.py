@@ -1,8 +1,8 @@
 """Quest (arXiv 2406.10774): each decode step reads only the pages that may matter; it evicts nothing."""
 
 from jkv.eviction.policy import Policy
-from jkv.eviction.read import Read
 from jkv.eviction.recipe import recipe
+from jkv.eviction.schedules import Read
 
 
 @recipe(

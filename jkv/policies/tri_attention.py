@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jkv.eviction.calibration import QueryStatistics
 from jkv.eviction.evict import Evict
 from jkv.eviction.needs import Needs
 from jkv.eviction.policy import Policy
-from jkv.eviction.query_statistics import QueryStatistics
 from jkv.eviction.recipe import recipe
 from jkv.eviction.schedules import Every
 from jkv.eviction.view import CacheView
 from jkv.model.decoder import rotate
-from jkv.model.rope import mean_turn, pair_norms
+from jkv.model.rotary import mean_turn, pair_norms
 from pallas_kernels.largest_slots import ROUNDING
 
 DISTANCES = tuple(2**i for i in range(17))  # positions ahead: 1 to 65,536

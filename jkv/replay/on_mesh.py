@@ -12,10 +12,9 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array, Float
 
-from jkv.model.copies import COPIES, HEADS
 from jkv.model.joined import separate_weights
 from jkv.model.params import Params
-from jkv.model.sharding import P, check_divides, fitted_all, num_parts, part_of, specs_of, with_copies
+from jkv.model.sharding import COPIES, HEADS, P, check_divides, fitted_all, num_parts, part_of, specs_of, with_copies
 
 AnyMesh = Mesh | AbstractMesh
 

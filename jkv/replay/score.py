@@ -20,12 +20,11 @@ import pallas_kernels as kernels
 from jkv.checks import typed
 from jkv.model import decoder
 from jkv.model import sampling as distributions
+from jkv.model.experts import check_experts, given_routes
 from jkv.model.padding import check_not_padded, parts_of, without_padding
 from jkv.model.params import Model, Params
-from jkv.model.penalties import TokenCounts, counts_in_block
 from jkv.model.rotary import rotary_angle
-from jkv.model.routes import check_experts, given
-from jkv.model.sampling import Sampling, SamplingRows, rows_of
+from jkv.model.sampling import Sampling, SamplingRows, TokenCounts, counts_in_block, rows_of
 from jkv.reasoning import steering
 from jkv.replay import sealed
 from jkv.replay.columns import Columns, dense_columns, fit_tokens, trace_columns
@@ -129,7 +128,7 @@ def score(
     other axes than "tensor".
 
     With `routed_experts=out.routed_experts`, tokens go through the experts that they went through in the engine, with the
-    weights that the router gives these (`jkv.model.routes`); None lets the router choose.
+    weights that the router gives these (`jkv.model.experts`); None lets the router choose.
 
     With top-k or top-p, a token that the scored distribution cuts has `-inf`: compressed and dense distributions may cut
     different tokens.
@@ -354,7 +353,7 @@ def hidden_states(params: Params, token: Int[Array, "n T"], columns: Columns, re
         enter = functools.partial(steering.push, steer.vector, steer.layer, steer.amount)
     paged = ReplayAttention(place, columns, turn, params.config.unrotated)
     attend = with_other_groups(params.config, paged, place, columns.first)
-    choose = given(params.config, columns.experts)
+    choose = given_routes(params.config, columns.experts)
     return decoder.forward(params, token, position, attend, None, enter, choose=choose, remat=remat)[0]
 
 

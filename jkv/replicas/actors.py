@@ -26,10 +26,9 @@ from jkv.eviction import Policy
 from jkv.model import weights
 from jkv.model.params import Model
 from jkv.model.sharding import HEADS, shardings
-from jkv.replicas.buckets import Bucket, digests_of, pack, unpack
 from jkv.replicas.options import RayOptions
 from jkv.replicas.replica import Change, Facts, Failed, Item, Lost, Message, Post, Replica, Rows
-from jkv.replicas.worker import Worker
+from jkv.replicas.worker import Bucket, Worker, digests_of, pack, unpack
 
 T = TypeVar("T")
 POLL_SECONDS = 1.0  # after which an actor answers that nothing has happened

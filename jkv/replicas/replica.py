@@ -16,8 +16,8 @@ from jkv.engine.requests import Request
 from jkv.engine.samples import Completion, Sample
 from jkv.engine.service import Reply, Service
 from jkv.eviction import Policy
+from jkv.model.experts import RouteRecorder
 from jkv.model.params import Model
-from jkv.model.routes import RouteRecorder
 from jkv.policies import full
 
 T = TypeVar("T")
@@ -121,7 +121,7 @@ class Change(NamedTuple):
 
     Attributes:
       version: their number.
-      digests: of all leaves, by which a replica knows that it has them (`jkv.replicas.buckets.digests_of`).
+      digests: of all leaves, by which a replica knows that it has them (`jkv.replicas.worker.digests_of`).
       content: of a carrier's `put`: the leaves that are new since the version before.
     """
 

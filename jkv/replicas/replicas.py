@@ -46,12 +46,12 @@ from jkv.model.sharding import num_parts
 from jkv.policies import full
 from jkv.progress import progress_bar
 from jkv.replay.trace import TraceRecorder
-from jkv.replicas.buckets import digests_of
 from jkv.replicas.dispatcher import Dispatcher, Open
 from jkv.replicas.options import RayOptions, RequestSettings
 from jkv.replicas.replica import Carrier, Finished, Item
 from jkv.replicas.threads import ThreadCarrier, places_of
 from jkv.replicas.waiting import Load
+from jkv.replicas.worker import digests_of
 
 CARRIERS = ("threads", "ray")
 NO_ROWS = (

@@ -14,12 +14,10 @@ from jkv.engine.mesh import DATA
 from jkv.engine.options import EngineOptions
 from jkv.eviction import Policy
 from jkv.model import weights
-from jkv.model.copies import COPIES, HEADS
 from jkv.model.params import Model, Params
-from jkv.model.sharding import shard
-from jkv.replicas.buckets import digests_of
+from jkv.model.sharding import COPIES, HEADS, shard
 from jkv.replicas.replica import Change, Post, Replica
-from jkv.replicas.worker import Worker
+from jkv.replicas.worker import Worker, digests_of
 
 
 def places_of(mesh: Mesh | None, num_replicas: int | None) -> list[Mesh | jax.Device]:

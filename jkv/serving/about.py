@@ -10,8 +10,7 @@ from starlette.responses import JSONResponse, Response
 from jkv.engine.requests import spread_policies
 from jkv.engine.service import Service
 from jkv.policies import make as make_policy
-from jkv.serving.fitting import longest_text
-from jkv.serving.jobs import Encoder
+from jkv.serving.jobs import Encoder, longest_text
 from jkv.serving.options import ServerOptions
 from jkv.serving.requests import DetokenizeFields, F, TokenizeFields
 

@@ -27,8 +27,7 @@ from jkv.model.params import Model
 from jkv.serving.about import About
 from jkv.serving.conversations import Conversations, Stored
 from jkv.serving.errors import RefusalError, error_body, refusal_of
-from jkv.serving.fitting import fitted
-from jkv.serving.jobs import Encoder, Job, flat, make_job, make_turn
+from jkv.serving.jobs import Encoder, Job, fitted, flat, gathered, make_job, make_turn, until_gone, when_all_end
 from jkv.serving.metrics import Metrics
 from jkv.serving.options import ServerOptions
 from jkv.serving.requests import (
@@ -40,11 +39,9 @@ from jkv.serving.requests import (
     parse,
     read_fields,
 )
-from jkv.serving.responses import Head, Likely, failure_of, reason_of
+from jkv.serving.responses import Head, Likely, failure_of, reason_of, whole
 from jkv.serving.scoring import PromptScorer
 from jkv.serving.streaming import EventStream, stream
-from jkv.serving.waiting import gathered, until_gone, when_all_end
-from jkv.serving.whole import whole
 
 LOGGER = logging.getLogger("jkv.serving")
 RETRY_SECONDS = 1  # after which a client that was refused may try again

@@ -1,28 +1,137 @@
-"""Jobs: a client's fields become checked requests of the engine."""
+"""Jobs: a client's fields become checked requests that fit the engine, and an endpoint waits for their end, or for a client
+that goes away.
+"""
 
+import asyncio
+import bisect
 import dataclasses
 import secrets
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HTTPRequest
 
 from jkv.cache.slot_size import slot_size_of
 from jkv.checkpoints.chat_template import ChatRenderer, ChatText, has_chat_template
 from jkv.checks import shown
 from jkv.engine import turns
+from jkv.engine.engine import Engine
 from jkv.engine.kept_rows import KeptRow
+from jkv.engine.memory import most_slots
 from jkv.engine.prompts import check_messages, encode_prompt, encode_prompts, encode_text
 from jkv.engine.requests import Request, RequestOptions, make_requests
+from jkv.engine.results import Result
+from jkv.engine.service import Ticket
 from jkv.errors import InputError
+from jkv.eviction import Policy
 from jkv.eviction.byte_budget import in_slots
 from jkv.model.params import Model
+from jkv.model.sampling import Sampling
 from jkv.reasoning.marks import marks_of
 from jkv.serving.options import ServerOptions
 from jkv.serving.requests import ChatFields, CompletionFields, TokenizeFields, policy_of
 from pallas_kernels.quantised import Format
+
+
+async def gathered(tickets: Sequence[Ticket]) -> list[Result]:
+    """The results of requests."""
+    return [await ticket for ticket in tickets]
+
+
+async def until_gone(request: HTTPRequest, work: Awaitable[Any]) -> Any:
+    """What the work returns, unless the client goes away first.
+
+    Raises:
+      ClientDisconnect: it went.
+    """
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(watch())
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)  # else their ends are reported as errors that nobody read
+
+
+def when_all_end(tickets: Sequence[Ticket], act: Callable[[], None]) -> None:
+    """Calls `act` once all requests have ended: at once, or in the thread that ends the last one."""
+    open_ones, lock = len(tickets), threading.Lock()
+
+    def ended(_: Any) -> None:
+        nonlocal open_ones
+        with lock:
+            open_ones -= 1
+            is_last = open_ones == 0
+        if is_last:
+            act()
+
+    if not tickets:
+        act()
+    for ticket in tickets:
+        ticket.add_done_callback(ended)
+
+
+def fitted(engine: Engine, requests: Sequence[Request]) -> list[Request]:
+    """The samples of a prompt as they are, or with the prompt in pieces where it fits in pieces alone.
+
+    A piece is as large as the row grows between two compactions of a short prompt: a prompt of any length then needs no more
+    memory than its completion does. A client's own pieces stay.
+
+    Raises:
+      ValueError: a request that the engine can never serve.
+    """
+    try:
+        engine.check(requests[0])
+    except ValueError as error:
+        pieces = [in_pieces(engine, request) for request in requests]
+        try:
+            engine.check(pieces[0])
+        except ValueError:
+            raise error from None
+        if requests[0].first:
+            rule = "{field} must be smaller, such as {piece}, or left out: {why}"
+            raise InputError(rule, field="prompt_piece", code="does_not_fit", piece=pieces[0].first, why=error) from None
+        return pieces
+    return list(requests)
+
+
+def in_pieces(engine: Engine, request: Request) -> Request:
+    """A request whose prompt is compacted for the first time after its first piece, if its policy evicts at all."""
+    policy, most = request.policy, engine.model.config.max_positions
+    if policy.evict is None and not policy.evicts_in_steps:
+        return request
+    short = dataclasses.replace(request, prompt=request.prompt[:1], first=0, num_kept=0, max_new_tokens=most)
+    piece = min(most_slots(engine.model.params, short), engine.max_slots)
+    return dataclasses.replace(request, first=piece) if piece < len(request.prompt) else request
+
+
+def longest_text(engine: Engine, policy: Policy) -> int:
+    """The most tokens that prompt and completion may have together, whatever part of them is the prompt."""
+
+    def is_too_long(length: int) -> bool:
+        if length - 1 > policy.longest_prompt:
+            return True
+        prompt = np.zeros(length - 1, np.int32)
+        try:
+            fitted(engine, [Request(prompt, policy, Sampling(temperature=0.0), 0, 0, 0, 1, ())])
+        except ValueError:
+            return True
+        return False
+
+    return 1 + bisect.bisect_left(range(2, engine.model.config.max_positions + 1), True, key=is_too_long)
+
 
 MOST_MARK = 16  # last tokens of a prompt, where it may begin the thinking
 

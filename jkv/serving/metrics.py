@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from jkv.engine.clocks import LEAST, PER_DECADE, Latency
 from jkv.engine.engine import Engine
-from jkv.engine.histograms import LEAST, PER_DECADE, Latency
 from jkv.engine.results import Result
 from jkv.engine.row import Place
 from jkv.engine.stats import TIMED

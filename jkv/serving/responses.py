@@ -1,4 +1,6 @@
-"""Responses in OpenAI's shapes, with vLLM's fields for reasoning and token ids, and the cache's figures."""
+"""Responses in OpenAI's shapes, with vLLM's fields for reasoning and token ids, and the cache's figures; whole here, in pieces
+in `jkv.serving.streaming`.
+"""
 
 import dataclasses
 import secrets
@@ -10,9 +12,111 @@ from jkv.checks import described
 from jkv.engine.results import Result
 from jkv.engine.stats import SampleStats
 from jkv.model.params import Model
-from jkv.reasoning.marks import Marks, marks_of
+from jkv.reasoning.marks import TAGS, Marks, completion_decoder, marks_of
 from jkv.reasoning.token_bytes import PartReader
-from jkv.serving.reasoning import ReasoningSplitter, num_reasoning_tokens
+from jkv.reasoning.token_text import decoder_of
+from jkv.serving.jobs import Job
+from jkv.serving.requests import ChatFields, CompletionFields, Fields
+
+
+class Parts(NamedTuple):
+    """New text of each part."""
+
+    reasoning: str
+    content: str
+
+
+class ReasoningSplitter:
+    """Receives a completion's text piece by piece, and returns what is certain of its reasoning and its content.
+
+    What comes before the mark that ends the thinking is reasoning where the prompt or the text itself begins to think, and
+    content otherwise. The marks, and white space at the ends of each part, belong to neither; where nothing thinks, the text is
+    content as it is.
+
+    Args:
+      thinks: whether the prompt ends in thinking.
+      marks: of the model (`jkv.reasoning.marks`).
+
+    >>> splitter = ReasoningSplitter(thinks=False)
+    >>> splitter.push("<think>3*7=1</th"), splitter.push("ink> d=1"), splitter.finish()
+    (Parts(reasoning='3*7=1', content=''), Parts(reasoning='', content='d=1'), Parts(reasoning='', content=''))
+    """
+
+    def __init__(self, thinks: bool, marks: Marks = TAGS) -> None:
+        self._marks = marks
+        self._place = "start"  # then reasoning and answer; or content, where nothing thinks
+        self._otherwise = "reasoning" if thinks else "content"  # than a mark at the start
+        self._text = ""  # that is not certain yet
+        self._has_begun = False  # whether the part in progress has any text
+
+    def push(self, text: str) -> Parts:
+        """Adds the next piece of text."""
+        self._text += text
+        if self._place == "start":
+            self._start()
+        reasoning = self._take_reasoning() if self._place == "reasoning" else ""
+        content = self._take(self._text) if self._place in ("answer", "content") else ""
+        return Parts(reasoning, content)
+
+    def finish(self) -> Parts:
+        """What is left when the text has ended."""
+        place, text = self._otherwise if self._place == "start" else self._place, self._text
+        self._text = ""
+        if place == "content":
+            return Parts("", text)
+        rest = text.rstrip() if self._has_begun else text.strip()
+        return Parts(rest if place == "reasoning" else "", "")
+
+    def _start(self) -> None:
+        """Decides whether the text thinks, once it is long enough."""
+        bare, begin = self._text.lstrip(), self._marks.begin
+        before, end, tail = self._marks.cut(bare)
+        if bare.startswith(begin):
+            self._place, self._text = "reasoning", bare.removeprefix(begin)
+        elif end and not before and self._otherwise == "content":  # it answers at once
+            self._place, self._text = "answer", tail
+        elif not any(mark.startswith(bare) and mark != bare for mark in (begin, *self._marks.ends)):
+            self._place = self._otherwise
+
+    def _take_reasoning(self) -> str:
+        """The reasoning that is certain; goes on to the answer at the mark."""
+        head, mark, tail = self._marks.cut(self._text)
+        if mark:
+            reasoning = self._take(head).rstrip()
+            self._place, self._text, self._has_begun = "answer", tail, False
+            return reasoning
+        held = self._marks.num_held(head)
+        return self._take(head[: len(head) - held], head[len(head) - held :])
+
+    def _take(self, text: str, held: str = "") -> str:
+        """Of a text, what may be passed on; white space waits for what follows it. `held` is kept for later."""
+        if self._place == "content":
+            self._text = ""
+            return text
+        if not self._has_begun:
+            text = text.lstrip()
+        certain = text.rstrip()
+        self._has_begun |= bool(certain)
+        self._text = text[len(certain) :] + held
+        return certain
+
+
+def num_reasoning_tokens(tokens: Sequence[int], thinks: bool, begin: Sequence[int], ends: Sequence[Sequence[int]]) -> int:
+    """The number of a completion's tokens up to the end of its thinking; all if it thinks to its end, 0 if it does not think.
+
+    `begin` and `ends` are the tokens of the marks.
+
+    >>> num_reasoning_tokens([2, 9, 9, 3, 7], False, begin=[2], ends=[[3]])
+    4
+    """
+    tokens = list(tokens)
+    if not thinks and tokens[: len(begin)] != list(begin):
+        return 0
+    for count in range(len(tokens) + 1):
+        if any(tokens[max(0, count - len(end)) : count] == list(end) for end in ends if end):
+            return count
+    return len(tokens)
+
 
 REASONS = {"cancelled": "abort"}  # the others have the same name here
 FAILURES = ("error", "nan")
@@ -162,3 +266,76 @@ def describe_failure(reason: str, sample: SampleStats) -> str:
     if reason == "nan":
         return "The model gave no finite probabilities. Check its weights."
     return f"A sample ended with an error: {described(sample.error)}."
+
+
+def whole(
+    model: Model, head: Head, job: Job, results: Sequence[Result], scores: Sequence[list[Likely | None]] | None
+) -> dict[str, Any]:
+    """The response of a call; `scores` are how likely the prompts' tokens are, if they are echoed with that."""
+    fields = job.fields
+    if isinstance(fields, ChatFields):
+        choices = [chat_choice(model, fields, result, i, job.thinks) for result in results for i in range(fields.n)]
+    else:
+        choices = text_choices(model, fields, job, results, scores)
+    for index, choice in enumerate(choices):
+        choice["index"] = index
+    more = {"prompt_token_ids": job.prompts[0].tolist()} if fields.return_token_ids else {}
+    usage = usage_of(model, job.prompts, results, job.thinks, head.is_chat)
+    return head.body(choices, usage=usage, **more)
+
+
+def chat_choice(model: Model, fields: ChatFields, result: Result, sample: int, thinks: bool) -> dict[str, Any]:
+    """A completion of a chat."""
+    assert result.text is not None
+    tokens, log_probs = drawn_of(result, sample, fields)
+    reader = PartReader(model.tokenizer, completion_decoder(model.tokenizer))
+    return {
+        "index": 0,
+        "message": message_of(result.text[sample], thinks, fields.include_reasoning, marks_of(model.tokenizer)),
+        "logprobs": chat_log_probs(reader, tokens, log_probs, fields.top_logprobs) if fields.logprobs else None,
+        "finish_reason": reason_of(result.finish_reason[sample]),
+        **({"token_ids": tokens} if fields.return_token_ids else {}),
+    }
+
+
+def text_choices(
+    model: Model,
+    fields: CompletionFields,
+    job: Job,
+    results: Sequence[Result],
+    scores: Sequence[list[Likely | None]] | None,
+) -> list[dict[str, Any]]:
+    """The completions of all prompts, prompt-major."""
+    choices = []
+    for i, prompt in enumerate(job.prompts):
+        result = results[i] if results else None
+        echoed = decoder_of(model.tokenizer)(prompt.tolist()) if fields.echo else ""
+        for sample in range(fields.n):
+            tokens, log_probs = ([], []) if result is None else drawn_of(result, sample, fields)
+            text = "" if result is None or result.text is None else result.text[sample]
+            record = None
+            if fields.logprobs is not None:
+                reader = PartReader(model.tokenizer, completion_decoder(model.tokenizer), len(echoed))
+                record = text_log_probs(reader, tokens, drawn(tokens, log_probs), fields.logprobs)
+            if scores is not None and record is not None:
+                reader = PartReader(model.tokenizer, decoder_of(model.tokenizer))
+                record = joined(text_log_probs(reader, prompt.tolist(), scores[i], fields.logprobs), record)
+            reason = "length" if result is None else reason_of(result.finish_reason[sample])
+            more = {"token_ids": tokens} if fields.return_token_ids else {}
+            choices.append({"index": 0, "text": echoed + text, "logprobs": record, "finish_reason": reason, **more})
+    return choices
+
+
+def drawn_of(result: Result, sample: int, fields: Fields) -> tuple[list[int], list[float]]:
+    """A sample's tokens and their log-probabilities, under the distribution that was asked for."""
+    tokens, log_probs = tokens_of(result, sample)
+    if fields.model_logprobs:
+        assert result.model_logprobs is not None
+        log_probs = result.model_logprobs[sample, : len(tokens)].tolist()
+    return tokens, log_probs
+
+
+def tokens_of(result: Result, sample: int) -> tuple[list[int], list[float]]:
+    """A sample's tokens and their log-probabilities under the distributions that they were drawn from."""
+    length = int(result.lengths[sample])
+    return result.tokens[sample, :length].tolist(), result.logprobs[sample, :length].tolist()

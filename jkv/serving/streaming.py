@@ -18,11 +18,12 @@ from jkv.reasoning.token_bytes import PartReader
 from jkv.reasoning.token_text import decoder_of
 from jkv.serving.errors import error_body
 from jkv.serving.jobs import Job
-from jkv.serving.reasoning import Parts, ReasoningSplitter
 from jkv.serving.requests import ChatFields, CompletionFields, Fields
 from jkv.serving.responses import (
     FAILURES,
     Head,
+    Parts,
+    ReasoningSplitter,
     chat_log_probs,
     counts,
     describe_failure,

@@ -32,8 +32,7 @@ from jkv.serving.app import Endpoint, Server, gathered, id_of, until_gone
 from jkv.serving.errors import RefusalError
 from jkv.serving.jobs import Job
 from jkv.serving.requests import PROCESSED, CompletionFields, ignored_of, read_fields
-from jkv.serving.responses import Head, failure_of, reason_of
-from jkv.serving.whole import tokens_of
+from jkv.serving.responses import Head, failure_of, reason_of, tokens_of
 
 IDS = ("token_ids", "input_ids", "prompt")  # vLLM's name, SGLang's, and that of `/v1/completions`
 ALIASES = {"max_new_tokens": "max_tokens"}  # SGLang's

@@ -31,9 +31,9 @@ from jkv.model.sampling import Sampling
 from jkv.policies import full
 from jkv.policies.table import r_kv
 from jkv.replicas import Replicas
-from jkv.replicas.buckets import pack, unpack
 from jkv.replicas.dispatcher import Dispatcher, Open
 from jkv.replicas.replica import Change, Facts, Finished, Item, Post
+from jkv.replicas.worker import pack, unpack
 
 ROWS, TOKENS = 16, 512
 

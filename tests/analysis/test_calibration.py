@@ -11,9 +11,9 @@ from safetensors.numpy import load_file, save_file
 import jkv
 from jkv import cli
 from jkv.analysis import calibration
-from jkv.eviction.query_statistics import QueryMoments, QueryStatistics
+from jkv.eviction.calibration import QueryMoments, QueryStatistics
 from jkv.model import decoder
-from jkv.model.rope_scaling import RopeScaling
+from jkv.model.params import RopeScaling
 from jkv.replay.columns import dense_columns
 from jkv.replay.score import ReplayAttention
 from jkv.testing import TINY, TinyTokenizer, random_statistics, tiny_model

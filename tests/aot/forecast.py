@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from jkv.model.sampling import BITS_A_PASS
 from jkv.planning import roofline
 from jkv.planning.devices import DEVICES
 from jkv.policies import r_kv
 from jkv.reports import ROOT, markdown, page_with, write_json, write_text
-from jkv.thresholds import BITS_A_PASS
 from pallas_kernels.paged_attention.gpu import num_pieces
 from tests.aot import targets
 from tests.aot.decode_steps import LAUNCHED, MODELS, Setting, compile_and_dump, compiled_step

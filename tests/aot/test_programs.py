@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from jkv.checkpoints.model_shapes import find_shape
-from jkv.engine.prefill import LARGE as LARGE_CHUNK
-from jkv.engine.prefill import SIZES
+from jkv.engine.chunk_inputs import LARGE as LARGE_CHUNK
+from jkv.engine.chunk_inputs import SIZES
 from jkv.model.params import ModelConfig
 from jkv.testing import assert_no_pool_copy, find_copies, unfolded
 from tests.aot import targets

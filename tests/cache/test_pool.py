@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 import pallas_kernels as kernels
-from jkv.cache import compaction, page_content
+from jkv.cache import compaction, pool
 from jkv.cache import pool as pages
 from jkv.cache.pool import EMPTY, NULL_PAGE
 from pallas_kernels.quantised import FORMATS, Quantised, dequantise, quantise
@@ -54,8 +54,8 @@ detach = jax.jit(pages.detach, donate_argnames="pool")
 attach = jax.jit(pages.attach, donate_argnames="pool")
 free = jax.jit(pages.free, donate_argnames="pool")
 block_table_of = jax.jit(pages.block_table_of)
-read_pages = jax.jit(page_content.read_pages)
-write_pages = jax.jit(page_content.write_pages, donate_argnames="pool")
+read_pages = jax.jit(pool.read_pages)
+write_pages = jax.jit(pool.write_pages, donate_argnames="pool")
 take_slots = jax.jit(compaction.take_slots, donate_argnames="pool")
 take_pages = jax.jit(pages.take_pages, donate_argnames="pool")
 fill_page = jax.jit(pages.fill_page, donate_argnames="pool")

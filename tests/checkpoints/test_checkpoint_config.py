@@ -11,8 +11,7 @@ import pytest
 
 import jkv
 from jkv.checkpoints import loading as checkpoint
-from jkv.model.params import ModelConfig
-from jkv.model.rope_scaling import RopeScaling
+from jkv.model.params import ModelConfig, RopeScaling
 from jkv.model.rotary import rotary_frequency
 from research.tasks import vocabulary
 from tests.support.checkpoints import LLAMA3, config_folder, golden_copy, random_params

@@ -14,7 +14,7 @@ from jkv.checkpoints import gguf_files
 from jkv.checkpoints import loading as checkpoint
 from jkv.checkpoints.gguf_header import read_header
 from jkv.checkpoints.model_shapes import find_shape
-from jkv.model.rope_scaling import RopeScaling
+from jkv.model.params import RopeScaling
 from tests.support.checkpoints import CASES, GOLDEN, SMALL, assert_equal, dense_logits, random_params
 from tests.support.gguf_models import KINDS, SCALES, Kind, write_gguf, write_twin
 

@@ -342,7 +342,7 @@ PLANTED = {
         lambda self, samples: [self.add(sample) for sample in samples],
     ),
     "a prompt stays in the pool that was lost": ("jkv.engine.samples.Prefix.forget", lambda self: None),
-    "an engine without a pool goes on": ("jkv.engine.guard.Guard.check", lambda self: None),
+    "an engine without a pool goes on": ("jkv.engine.interrupts.Guard.check", lambda self: None),
 }
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.engine import filling, prefill
+from jkv.engine import chunk_inputs, filling
 from jkv.model.weight_shapes import init_params
 from tests.engine.test_engine import play
 from tests.support.faults import with_failing_programs
@@ -25,7 +25,7 @@ FREE = {"stop_ids": (), "sampling": jkv.Sampling(seed=3)}
 @pytest.fixture(scope="module", autouse=True)
 def short_pieces():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefill, "SIZES", (PIECE,))
+        patch.setattr(chunk_inputs, "SIZES", (PIECE,))
         yield
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.engine.histograms import Latency
+from jkv.engine.clocks import Latency
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.9, 0.99, 1.0])

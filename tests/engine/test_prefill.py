@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.engine import prefill
+from jkv.engine import chunk_inputs
 from jkv.engine.row import Row
 from jkv.testing import tiny_model
 from tests.support.mixes import BreakingTokenizer
@@ -16,8 +16,8 @@ from tests.support.mixes import BreakingTokenizer
 @pytest.mark.parametrize("length", [1, 16, 17, 256, 257, 1024, 1025, 3000])
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda"])
 def test_chunks_hold_every_token_once_in_programs_of_few_sizes(platform, length):
-    prompt, sizes = np.arange(1, length + 1, dtype=np.int32), prefill.sizes_for(platform)
-    pieces = list(prefill.chunks(prompt, sizes))
+    prompt, sizes = np.arange(1, length + 1, dtype=np.int32), chunk_inputs.sizes_for(platform)
+    pieces = list(chunk_inputs.chunks(prompt, sizes))
     assert {token.shape for token, _ in pieces} <= {(1, size) for size in sizes}
     assert np.concatenate([token[0, : count[0]] for token, count in pieces]).tolist() == prompt.tolist()
     assert not any(token[0, count[0] :].any() for token, count in pieces)
@@ -25,15 +25,15 @@ def test_chunks_hold_every_token_once_in_programs_of_few_sizes(platform, length)
 
 
 def test_gpus_without_kernels_take_short_chunks():
-    assert prefill.sizes_for("cuda", (7, 5)) == prefill.sizes_for("cpu")
-    assert prefill.sizes_for("cuda", (9, 0))[-1] == prefill.LARGE
+    assert chunk_inputs.sizes_for("cuda", (7, 5)) == chunk_inputs.sizes_for("cpu")
+    assert chunk_inputs.sizes_for("cuda", (9, 0))[-1] == chunk_inputs.LARGE
 
 
 def test_prompts_in_longer_chunks_give_the_same_text(monkeypatch):
     prompt = np.random.default_rng(0).integers(4, 30, 700).tolist()
     settings = {"policy": jkv.r_kv(64, 16), "max_new_tokens": 24, "stop_ids": ()}
     expected = jkv.generate(tiny_model(), prompt, **settings)
-    monkeypatch.setattr("jkv.engine.prefill.sizes_for", lambda *_: (16, 64, 256, 1024))
+    monkeypatch.setattr("jkv.engine.chunk_inputs.sizes_for", lambda *_: (16, 64, 256, 1024))
     got = jkv.generate(tiny_model(), prompt, **settings)
     np.testing.assert_array_equal(got.tokens, expected.tokens)
     np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=2e-5)
@@ -57,8 +57,8 @@ def test_a_piece_reads_few_pages_more_than_its_row_has(monkeypatch, policy):
         return engine.result(ticket)
 
     expected = run()  # 1,024 slots
-    monkeypatch.setattr(prefill, "LEAST_SLOTS", 16)
-    monkeypatch.setattr(prefill, "SIZES", (16, 64))
+    monkeypatch.setattr(chunk_inputs, "LEAST_SLOTS", 16)
+    monkeypatch.setattr(chunk_inputs, "SIZES", (16, 64))
     got = run()
     assert widths == [256, 256, 16, 64, 64, 64, 256]
     np.testing.assert_array_equal(got.tokens, expected.tokens)

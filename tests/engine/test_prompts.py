@@ -12,7 +12,7 @@ from tokenizers import processors
 
 import jkv
 from jkv.checkpoints import loading as checkpoint
-from jkv.checkpoints.config_rules import GENERATION, PENALTIES, SAMPLING, UNUSED, UNUSED_CUTS
+from jkv.checkpoints.family import GENERATION, PENALTIES, SAMPLING, UNUSED, UNUSED_CUTS
 from jkv.engine import memory
 from jkv.engine.prompts import encode_prompts, warn_of_bare_text
 from jkv.engine.requests import RequestOptions, make_requests

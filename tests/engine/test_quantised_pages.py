@@ -11,7 +11,7 @@ import jkv
 from jkv.cache import pool as pages
 from jkv.cache.attention import Cache
 from jkv.engine import programs
-from jkv.engine.model_facts import facts_for
+from jkv.engine.row_views import facts_for
 from jkv.engine.state import empty_state
 from jkv.evaluation.held_out import held_out
 from jkv.eviction import Needs

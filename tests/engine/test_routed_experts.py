@@ -15,7 +15,7 @@ import jkv
 from jkv import rl
 from jkv.checkpoints.model_shapes import find_shape
 from jkv.model import experts as mixtures
-from jkv.model.routes import check_experts, index_dtype
+from jkv.model.experts import check_experts, index_dtype
 from jkv.replay.columns import dense_columns
 from jkv.replay.score import hidden_states
 from jkv.testing import TinyTokenizer, tiny_model

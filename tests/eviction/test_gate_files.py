@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import jkv
-from jkv.eviction.gate_kinds import DmsGate, FastKVzipGate, KVzapLinearGate, KVzapMlpGate
+from jkv.eviction.gate import DmsGate, FastKVzipGate, KVzapLinearGate, KVzapMlpGate
 from jkv.testing import TINY, random_gate, tiny_model
 
 L, K, G, D, E, INNER, SINKS = TINY.num_layers, TINY.num_kv_heads, TINY.group_size, TINY.width, 4, 5, 3

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jkv.eviction.gate_kinds import WINDOWS
+from jkv.eviction.gate import WINDOWS
 from jkv.testing import TINY, random_gate, tiny_model
 
 KINDS = ("dms", "linear", "mlp", "fast")

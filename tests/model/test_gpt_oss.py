@@ -13,8 +13,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jkv
+from jkv.checkpoints import checkpoint_tensors
 from jkv.checkpoints import loading as checkpoint
-from jkv.checkpoints import mxfp4
 from jkv.checkpoints.model_shapes import find_shape
 from tests.model.test_decoder import GOLDEN
 
@@ -170,10 +170,10 @@ def drawn(shape, seed=0):
 
 def test_numbers_are_those_of_the_specification_exactly():
     blocks, scales = drawn((3, 5, 2))
-    np.testing.assert_array_equal(mxfp4.dequantised(blocks, scales).astype(np.float64), decoded(blocks, scales))
+    np.testing.assert_array_equal(checkpoint_tensors.dequantised(blocks, scales).astype(np.float64), decoded(blocks, scales))
     every = np.arange(256, dtype=np.uint8).reshape(16, 16)
     ends = np.array([1, 252] * 8, np.uint8)
-    np.testing.assert_array_equal(mxfp4.dequantised(every, ends).astype(np.float64), decoded(every, ends))
+    np.testing.assert_array_equal(checkpoint_tensors.dequantised(every, ends).astype(np.float64), decoded(every, ends))
 
 
 def test_numbers_are_those_of_transformers():
@@ -182,7 +182,7 @@ def test_numbers_are_those_of_transformers():
 
     blocks, scales = drawn((4, 6, 3))
     theirs = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32).numpy()
-    ours = mxfp4.read_mxfp4({"w_blocks": blocks, "w_scales": scales}.__getitem__, "w")
+    ours = checkpoint_tensors.read_mxfp4({"w_blocks": blocks, "w_scales": scales}.__getitem__, "w")
     np.testing.assert_array_equal(ours.astype(np.float32), theirs)
 
 

@@ -13,8 +13,7 @@ import pytest
 import jkv
 import pallas_kernels as kernels
 from jkv.engine import programs
-from jkv.model.rope import rope_of, unrotate
-from jkv.model.rotary import rotary_frequency
+from jkv.model.rotary import rope_of, rotary_frequency, unrotate
 from jkv.model.weight_shapes import init_params
 from jkv.testing import TINY, random_statistics
 

@@ -7,8 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jkv.model.penalties import TokenCounts, count_next, count_tokens, counts_in_block, penalise
-from jkv.model.sampling import Sampling, log_distribution, rows_of
+from jkv.model.sampling import (
+    Sampling,
+    TokenCounts,
+    count_next,
+    count_tokens,
+    counts_in_block,
+    log_distribution,
+    penalise,
+    rows_of,
+)
 
 VOCAB = 40
 PENALTIES = [

@@ -13,9 +13,9 @@ from jkv.model.sampling import (
     log_distribution,
     request_id,
     rows_of,
+    sample_key,
     whole_masses,
 )
-from jkv.model.threefry import sample_key
 
 DISTRIBUTION = jax.jit(log_distribution, static_argnums=2)  # as programs run them
 DRAW = jax.jit(draw, static_argnums=4)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.eviction.query_statistics import QueryStatistics
+from jkv.eviction.calibration import QueryStatistics
 from jkv.testing import looping_view, random_gate, random_networks, random_statistics, tiny_model
 
 FAR = 8 * 4096  # eight times the longest piece that `jkv.calibrate` reads

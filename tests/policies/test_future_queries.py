@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.model.rope import Rope
+from jkv.model.rotary import Rope
 from jkv.testing import random_statistics, random_view, tiny_model
 
 BUDGET = 24

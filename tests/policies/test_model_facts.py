@@ -10,10 +10,9 @@ import pytest
 
 import jkv
 from jkv.engine import programs
-from jkv.engine.model_facts import facts_for, projected_norms
-from jkv.engine.row_views import view_of_rows
+from jkv.engine.row_views import facts_for, projected_norms, view_of_rows
 from jkv.engine.state import empty_state
-from jkv.eviction.query_statistics import QueryMoments, QueryStatistics
+from jkv.eviction.calibration import QueryMoments, QueryStatistics
 from jkv.eviction.scores import AttentionMass
 from jkv.model.params import fold
 from jkv.model.weight_shapes import weight_shapes

@@ -12,8 +12,7 @@ from transformers import PreTrainedTokenizerFast
 import jkv
 from jkv.engine.results import split_text
 from jkv.reasoning.marks import CHANNEL, FINAL, HARMONY, TAGS, after_thinking, completion_decoder, marks_of
-from jkv.serving.reasoning import ReasoningSplitter, num_reasoning_tokens
-from jkv.serving.responses import message_of
+from jkv.serving.responses import ReasoningSplitter, message_of, num_reasoning_tokens
 from jkv.testing import TINY, TinyTokenizer, tiny_model
 
 TEXT = f"{HARMONY.begin}3*7=1, so <d> is 1.\n<|end|><|start|>assistant{FINAL}d=1 <|x|>"

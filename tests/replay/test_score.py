@@ -10,8 +10,7 @@ import pytest
 
 import jkv
 from jkv.cache.attention import OPEN_END
-from jkv.model.penalties import PenaltyRows
-from jkv.model.sampling import SamplingRows
+from jkv.model.sampling import PenaltyRows, SamplingRows
 from jkv.replay.columns import Columns
 from jkv.replay.score import UNEMBED_BLOCK, sequence_log_probs
 

@@ -12,8 +12,8 @@ import jkv
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install jkv-cache[ray]")
 from jkv.replicas import actors  # noqa: E402
-from jkv.replicas.buckets import digests_of  # noqa: E402
 from jkv.replicas.options import RayOptions  # noqa: E402
+from jkv.replicas.worker import digests_of  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -212,7 +212,7 @@ def test_what_cannot_work_says_why(model):
 
 
 def digests(actor):
-    from jkv.replicas.buckets import digests_of
+    from jkv.replicas.worker import digests_of
 
     return actor.worker.engine.version, digests_of(actor.worker.engine.model.params).tolist()
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.replicas.buckets import check_digests, digests_of, pack, unpack, with_leaves
+from jkv.replicas.worker import check_digests, digests_of, pack, unpack, with_leaves
 
 
 @pytest.mark.parametrize("most_bytes", [1, 1000, 1 << 28], ids=["a leaf each", "some leaves", "all"])

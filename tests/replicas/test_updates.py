@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.replicas.buckets import digests_of
 from jkv.replicas.replicas import Replicas
+from jkv.replicas.worker import digests_of
 from tests.support.interrupted import interrupted_at
 
 PROMPT = [5, 1, 9]

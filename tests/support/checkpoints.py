@@ -13,8 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from jkv.checkpoints.families import FAMILIES
 from jkv.model.decoder import forward, unembed
-from jkv.model.params import ModelConfig
-from jkv.model.rope_scaling import RopeScaling
+from jkv.model.params import ModelConfig, RopeScaling
 from jkv.model.weight_shapes import weight_shapes
 from jkv.replay.columns import dense_columns
 from jkv.replay.score import hidden_states

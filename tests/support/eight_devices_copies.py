@@ -14,9 +14,8 @@ from jax.sharding import Mesh
 
 import jkv
 from jkv.engine import mesh
-from jkv.model.copies import num_copies
 from jkv.model.eight_bits import quantise_weights
-from jkv.model.sharding import check_divides
+from jkv.model.sharding import check_divides, num_copies
 from jkv.model.weight_shapes import init_params
 from jkv.rl import log_probs, make_batch, policy_loss
 from jkv.testing import TINY, adapted, random_gate, random_statistics, tiny_model

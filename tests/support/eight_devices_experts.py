@@ -15,9 +15,8 @@ import jkv
 from jkv.engine import mesh
 from jkv.engine.parts.base import Carried
 from jkv.model import experts
-from jkv.model.copies import COPIES
 from jkv.model.eight_bits import quantise_weights
-from jkv.model.sharding import HEADS, P, local_config, specs_of, split_by_width
+from jkv.model.sharding import COPIES, HEADS, P, local_config, specs_of, split_by_width
 from jkv.testing import tiny_model
 from tests.model.test_experts import BOUNDED, MIXED, WAYS
 from tests.support import glm, learned_sinks

@@ -15,8 +15,8 @@ from jkv.engine.options import EngineOptions
 from jkv.evaluation import generations
 from jkv.evaluation.held_out import held_out
 from jkv.evaluation.problems import Problem
-from jkv.replicas.buckets import digests_of
 from jkv.replicas.threads import at_place, places_of
+from jkv.replicas.worker import digests_of
 from jkv.testing import tiny_model
 from tests.support.eight_devices import CONFIG, REQUESTS, STATISTICS, UNEVEN
 from tests.support.mixes import BreakingTokenizer

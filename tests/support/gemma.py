@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jkv.model.rope_scaling import RopeScaling
+from jkv.model.params import RopeScaling
 from jkv.testing import TINY, tiny_model
 from tests.support.olmo3 import with_random_norms
 

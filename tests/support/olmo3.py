@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from jkv.model.rope_scaling import RopeScaling
+from jkv.model.params import RopeScaling
 from jkv.testing import TINY
 
 CONFIG = dataclasses.replace(

@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 
 import jkv
-from jkv.cache import page_content, pool
+from jkv.cache import pool
 from jkv.cache.gating import GATE
 from jkv.cache.in_step_eviction import StepRules
 from jkv.cache.page_selection import ReadRules
 from jkv.cache.pool import LOG_WEIGHT
 from jkv.engine import programs as device
 from jkv.engine import row_moves, scheduler, sharer
+from jkv.engine.chunk_inputs import LARGE
 from jkv.engine.parts.alignment import Alignment
 from jkv.engine.parts.base import Carried
 from jkv.engine.parts.gating import Gating
@@ -23,15 +24,13 @@ from jkv.engine.parts.penalties import Penalties
 from jkv.engine.parts.returned import Experts, HiddenStates
 from jkv.engine.parts.steering import Steering
 from jkv.engine.parts.table import Parts
-from jkv.engine.prefill import LARGE
 from jkv.engine.programs import ChunkInputs
 from jkv.engine.state import Snapshot, State, empty_state
 from jkv.eviction import Evict, Needs
-from jkv.eviction.gate_kinds import KVzapLinearGate
+from jkv.eviction.gate import KVzapLinearGate
 from jkv.model.joined import join_weights, separate_weights
 from jkv.model.params import ModelConfig, Params
-from jkv.model.penalties import PenaltyRows
-from jkv.model.sampling import SamplingRows
+from jkv.model.sampling import PenaltyRows, SamplingRows
 from jkv.model.weight_shapes import weight_shapes
 from jkv.policies.learned_gate import GateValue
 from jkv.reasoning.sentences import SentenceMap
@@ -274,7 +273,7 @@ def write_pages(shapes: Shapes) -> Any:
     block = jax.tree.map(lambda x: leaf(*page, *x.shape[1:], dtype=x.dtype), kv)
     bounds = shapes.state.cache.pool.bounds
     bounds = None if bounds is None else leaf(*page, *bounds.shape[1:], dtype=bounds.dtype)
-    content = page_content.PageContent(block, leaf(*page, kv.shape[2]), bounds)
+    content = pool.PageContent(block, leaf(*page, kv.shape[2]), bounds)
     return device.write_pages.trace(shapes.state, leaf(*page), content)
 
 

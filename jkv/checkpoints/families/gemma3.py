@@ -6,8 +6,7 @@ leaves out what is the default of transformers.
 
 from typing import Any
 
-from jkv.checkpoints.config_rules import MAX_LAYERS, THETA
-from jkv.checkpoints.family import TENSORS, Family, Multimodal
+from jkv.checkpoints.family import MAX_LAYERS, TENSORS, THETA, Family, Multimodal
 from jkv.checkpoints.json_files import Rule, at_least, integer, nullable
 from jkv.model.params import ModelConfig
 

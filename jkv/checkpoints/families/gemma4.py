@@ -7,9 +7,8 @@ their own and no RoPE. Only a quarter of their pairs of channels turn.
 from collections.abc import Mapping
 from typing import Any
 
-from jkv.checkpoints.config_rules import EVEN, MAX_EXPERTS, MAX_LAYERS, MAX_VOCAB
 from jkv.checkpoints.families.gemma3 import GEGLU, NORMS, PREFIXES, TEXT_RULES
-from jkv.checkpoints.family import TENSORS, Family, Multimodal
+from jkv.checkpoints.family import EVEN, MAX_EXPERTS, MAX_LAYERS, MAX_VOCAB, TENSORS, Family, Multimodal
 from jkv.checkpoints.json_files import SWITCH, Rule, integer, nullable
 from jkv.model.params import ModelConfig
 

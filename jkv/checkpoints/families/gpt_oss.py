@@ -1,7 +1,7 @@
 """gpt-oss (arXiv 2508.10925): a learned sink for each query head, windows in alternate layers, biases, and experts in MXFP4.
 
 The experts of a layer are in one tensor, their gates and ups interleaved by columns. Checkpoints of the makers have them in
-MXFP4 (`jkv.checkpoints.mxfp4`), which transformers also writes in floats.
+MXFP4 (`jkv.checkpoints.checkpoint_tensors`), which transformers also writes in floats.
 """
 
 from jkv.checkpoints.family import TENSORS, Family

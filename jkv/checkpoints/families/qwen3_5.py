@@ -7,8 +7,7 @@ positions for all sections of their RoPE (`mrope_section`), which is then plain.
 
 from typing import Any
 
-from jkv.checkpoints.config_rules import MAX_LAYERS, SHARE
-from jkv.checkpoints.family import TENSORS, Family, Multimodal
+from jkv.checkpoints.family import MAX_LAYERS, SHARE, TENSORS, Family, Multimodal
 from jkv.checkpoints.json_files import Rule, integer, nullable
 from jkv.model.delta_weights import DeltaNet
 from jkv.model.params import ModelConfig

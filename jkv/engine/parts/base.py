@@ -21,9 +21,9 @@ from jkv.cache.attention import Cache
 from jkv.engine.requests import Request
 from jkv.engine.samples import Sample
 from jkv.eviction import Needs
+from jkv.model.experts import Choose
 from jkv.model.params import Model, Params
-from jkv.model.penalties import TokenCounts
-from jkv.model.routes import Choose
+from jkv.model.sampling import TokenCounts
 
 Observe = Callable[[int, Array, Any], Any]  # see `jkv.model.decoder.forward`
 Enter = Callable[[int, Array], Array]

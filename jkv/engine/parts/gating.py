@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from jkv.cache.attention import Cache
 from jkv.cache.gating import store_gate
 from jkv.engine.parts.base import Observe, Rows, Step, StepPart
-from jkv.eviction.gate_kinds import DmsGate, FastKVzipGate, KVzapLinearGate, KVzapMlpGate
+from jkv.eviction.gate import DmsGate, FastKVzipGate, KVzapLinearGate, KVzapMlpGate
 from jkv.model import decoder
 
 AnyGate = DmsGate | KVzapLinearGate | KVzapMlpGate | FastKVzipGate

@@ -1,4 +1,4 @@
-"""Penalties on tokens that a row already holds: the counts that they read, which stay on the device (`jkv.model.penalties`)."""
+"""Penalties on tokens that a row already holds: the counts that they read, which stay on the device (`jkv.model.sampling`)."""
 
 from typing import Annotated, Any
 
@@ -6,7 +6,7 @@ from jaxtyping import Array
 
 from jkv.engine.parts.base import Carried, Draw, Rows, Step, StepPart
 from jkv.engine.samples import Sample
-from jkv.model.penalties import TokenCounts, count_next, count_tokens
+from jkv.model.sampling import TokenCounts, count_next, count_tokens
 
 
 class Penalties(StepPart):

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 from jkv.cache.attention import Cache
 from jkv.engine.parts.base import Draw, Rows, Step, StepPart
-from jkv.model import routes, sampling
+from jkv.model import experts, sampling
 
 
 class Experts(StepPart):
@@ -24,8 +24,8 @@ class Experts(StepPart):
 
     def take(self, step: Step, carry: Any) -> tuple[Step, Any]:
         config = step.params.config
-        cache = step.cache._replace(experts=routes.empty(config, step.token))
-        return step._replace(cache=cache, choose=routes.recorder(config)), carry
+        cache = step.cache._replace(experts=experts.no_routes(config, step.token))
+        return step._replace(cache=cache, choose=experts.route_recorder(config)), carry
 
     def report(self, step: Step, draw: Draw, hidden: Float[Array, "B T D"], cache: Cache, carry: Any) -> dict[str, Array]:
         assert cache.experts is not None

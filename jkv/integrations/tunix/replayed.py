@@ -12,8 +12,8 @@ from jaxtyping import Array, Float
 from tunix.rl.grpo import grpo_learner
 
 from jkv.integrations.tunix.weights import TENSOR, leaves_of, make_params
-from jkv.model.copies import HEADS
 from jkv.model.params import ModelConfig
+from jkv.model.sharding import HEADS
 from jkv.replay.on_mesh import num_row_shards
 from jkv.rl import Batch, policy_loss
 from jkv.rl.loss import check_settings

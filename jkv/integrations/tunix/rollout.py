@@ -28,10 +28,9 @@ from jkv.engine.mesh import DATA
 from jkv.engine.results import FAILED, reason_of
 from jkv.eviction import Policy
 from jkv.integrations.tunix.weights import TENSOR, Leaves, config_of, leaves_of, make_params, merged, scales_of, warn_of_dtype
-from jkv.model.copies import HEADS
 from jkv.model.params import Params
 from jkv.model.sampling import Sampling
-from jkv.model.sharding import check_divides, num_parts, shard
+from jkv.model.sharding import HEADS, check_divides, num_parts, shard
 from jkv.replay.score import score
 from jkv.rollout import Rollout, Rollouts
 
