@@ -64,6 +64,10 @@ class DeviceProgram:
         """`jax.jit(...).trace`."""
         return self.jitted.trace(*args, **kwargs)
 
+    def shapes(self, *args: Any, **kwargs: Any) -> Any:
+        """What the function returns, as shapes and types; what was traced before is not traced again."""
+        return self.jitted.eval_shape(*args, **kwargs)
+
     def num_compiled(self) -> int:
         """Programs compiled so far, one for each set of shapes and settings."""
         return self.jitted._cache_size()

@@ -2,11 +2,13 @@
 scores and schedules that raise, or that return something else.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jkv.checks import described
 from jkv.engine.interrupts import call, deferred_interrupts
@@ -46,15 +48,15 @@ def check_policy(
 class Trials:
     """Tries what the author of a policy has written, before a request with it is admitted. Nothing is computed or compiled.
 
-    A score is tried once for each engine, with a `CacheView` of the shapes and types that it will get; a schedule is asked once
-    for each length of prompts, and again for a longer row.
+    A score is tried with a `CacheView` of the shapes and types that it will get, once for all engines where they are the same;
+    a schedule is asked once for each length of prompts, and again for a longer row.
 
     Args:
-      make_state: makes the engine's state; on a mesh, one with all KV heads.
+      state: the shapes of the engine's state; on a mesh, of one with all KV heads.
     """
 
-    def __init__(self, make_state: Callable[[], State]) -> None:
-        self._state = jax.eval_shape(make_state)
+    def __init__(self, state: State) -> None:
+        self._state = state
         self._passed: set[Evict] = set()
         self._asked: dict[tuple[Policy, int], int] = {}  # the most tokens after a prompt of that length
 
@@ -79,16 +81,18 @@ class Trials:
 
     def _try_score(self, policy: Policy, evict: Evict, model: Model) -> None:
         num_layers, row = self._state.cache.pool.page_table.shape[0], jax.ShapeDtypeStruct((1,), jnp.int32)
-
-        def scores(state: State, row: Any, budget: Any, prompt: Any, similarity: Any, facts: Any) -> Any:
-            view = view_of_rows(state.cache, row, evict, budget, prompt, None, facts)
-            if similarity is not None:
-                view = view._replace(similarity=jnp.broadcast_to(similarity, view.position.shape))
-            return evict.rate_and_carry(view)
-
         budget = jax.ShapeDtypeStruct((num_layers, 1), jnp.int32)
         similarity = jax.ShapeDtypeStruct((), jnp.float32) if evict.needs.similarity else None
-        jax.eval_shape(scores, self._state, row, budget, row, similarity, facts_for(policy, model))
+        scores.eval_shape(self._state, row, budget, row, similarity, facts_for(policy, model), evict.static)
+
+
+@functools.partial(jax.jit, static_argnames="evict")
+def scores(state: State, row: Array, budget: Array, prompt: Array, similarity: Array | None, facts: Any, evict: Evict) -> Any:
+    """What a score says of rows, for its shapes: JAX knows those of what it has traced before."""
+    view = view_of_rows(state.cache, row, evict, budget, prompt, None, facts)
+    if similarity is not None:
+        view = view._replace(similarity=jnp.broadcast_to(similarity, view.position.shape))
+    return evict.rate_and_carry(view)
 
 
 HINTS = {

@@ -21,7 +21,7 @@ from jkv.engine import chunk_inputs, prefix_cache, programs, row_moves
 from jkv.engine import mesh as meshes
 from jkv.engine.chunk_inputs import for_chunk, row_settings
 from jkv.engine.clocks import is_ready
-from jkv.engine.device_program import LEAST_ROWS, programs_for
+from jkv.engine.device_program import LEAST_ROWS, device_program, programs_for
 from jkv.engine.faults import accuse, blame, working_for
 from jkv.engine.filling import PIECES, Filling, Pieces
 from jkv.engine.kept_rows import KeptRows
@@ -53,6 +53,8 @@ from pallas_kernels.quantised import Format
 
 LOGGER = logging.getLogger("jkv")
 MAP_WIDTH = 32_768  # positions of the sentence map that compaction takes, at first
+SIZES = "config", "needs", "num_rows", "num_pages", "max_pages", "page_size", "dtype", "poison", "kv_format"
+make_state = device_program(static_argnames=SIZES)(empty_state)  # one program, where each of its arrays would be some
 
 
 @dataclasses.dataclass
@@ -176,8 +178,8 @@ class Runner:
             "poison": poison,
             "kv_format": kv_format,
         }
-        self._make_state: Callable[[], Any] = functools.partial(empty_state, config, needs, **sizes)
-        self.trials = Trials(self._make_state)
+        self._make_state: Callable[[], Any] = functools.partial(make_state, config, needs, **sizes)
+        self.trials = Trials(make_state.shapes(config, needs, **sizes))
         if mesh is not None:
             self._make_state = meshes.state_maker(mesh, config, needs, **sizes)
         self._place = weights.place_of(model.params)
