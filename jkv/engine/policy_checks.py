@@ -24,6 +24,7 @@ from jkv.eviction.gate import Gate
 from jkv.eviction.policy import check_parts
 from jkv.eviction.schedules import check_answers
 from jkv.eviction.view import ScoreError, name_of
+from jkv.model.experts import refuse_adapters
 from jkv.model.params import Model, Params
 from pallas_kernels.dispatch import platform_of
 from pallas_kernels.sealed import SealedFormat
@@ -126,6 +127,9 @@ def attempt(rule: str, function: Callable[..., Any], *arguments: Any) -> Any:
 def check_layout(params: Params, options: EngineOptions) -> None:
     """Refuses what an engine cannot do for a model's layers and experts, or while its pool holds sealed pages."""
     config = params.config
+    for layer in params.layers:
+        if layer.experts is not None:
+            refuse_adapters(layer.experts)
     check_sealing_on(platform_of(next(iter(params.embedding.devices()))), options.kv_format, config.head_size)
     if options.routed_experts and not config.num_experts:
         rule = "{field} needs a model with a mixture of experts; this one has none. Leave it off."

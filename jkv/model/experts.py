@@ -139,6 +139,17 @@ def gating_of(config: ModelConfig) -> Gating:
     return Gating(config.swiglu_limit, config.swiglu_alpha, config.activation)
 
 
+def refuse_adapters(weights: Experts) -> None:
+    """Experts are computed without adapters.
+
+    Raises:
+      ValueError: a low-rank adapter.
+    """
+    found = [name for name, weight in vars(weights).items() if isinstance(weight, LowRank)]
+    if found:
+        raise ValueError(f"Experts take no low-rank adapter; got one on {', '.join(found)}. Adapt the attention, or merge it.")
+
+
 def mixture(
     config: ModelConfig,
     weights: Experts,
@@ -162,9 +173,7 @@ def mixture(
     Raises:
       ValueError: a low-rank adapter.
     """
-    found = [name for name, weight in vars(weights).items() if isinstance(weight, LowRank)]
-    if found:
-        raise ValueError(f"Experts take no low-rank adapter; got one on {', '.join(found)}. Adapt the attention, or merge it.")
+    refuse_adapters(weights)
     token = normed.reshape(-1, config.width)
 
     def choose_of_all(expert: Int[Array, "n A"]) -> Int[Array, "n A"]:
