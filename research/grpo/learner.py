@@ -155,7 +155,7 @@ def make_rollout(course: Course, arm: Arm, model: Model) -> Rollout:
         n=course.samples,
         max_running=min(course.prompts * course.samples, 64),
         page_size=course.page_size,
-        pad_id=min(set(range(model.config.vocab_size)) - {*model.config.end_ids}),  # nothing here reads padding
+        pad_id=max(set(range(model.config.vocab_size)) - {*model.config.end_ids}),  # no prompt of ids begins or ends with it
     )
 
 

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 import jkv
 from jkv.checkpoints import loading as checkpoint
+from jkv.checkpoints import saved_config
 from jkv.checkpoints.families import FAMILIES, find_family
 from jkv.model.weight_shapes import init_params
 from jkv.testing import TINY
@@ -50,6 +51,7 @@ def made_up(tmp_path, monkeypatch):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     monkeypatch.setitem(FAMILIES, "made_up", module.FAMILY)
+    monkeypatch.setitem(saved_config.OWN, "family", saved_config.one_of(*FAMILIES))  # which is made of the table at import
     return module.FAMILY
 
 
