@@ -5,7 +5,6 @@ import gc
 import inspect
 import math
 import os
-import re
 import signal
 import sys
 from collections import Counter, defaultdict
@@ -31,12 +30,13 @@ import pytest
 from jaxtyping import install_import_hook
 
 from tests.support import selection
+from tests.support.shapes import writes_shapes
 
 ROOT = Path(__file__).parent.parent
 FILES = [*ROOT.glob("jkv/**/*.py"), *ROOT.glob("pallas_kernels/**/*.py"), *ROOT.glob("research/**/*.py")]
 SHAPED = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in FILES if "jaxtyping" in file.read_text()]
 # Files that write no shapes are left to mypy: the check takes most of the time of the host's loop.
-HOOK = install_import_hook([name.removesuffix(".__init__") for name in SHAPED], "beartype.beartype")
+HOOK = install_import_hook([name.removesuffix(".__init__") for name in SHAPED], "tests.support.shapes.checked")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 ON_GPU = os.environ["JAX_PLATFORMS"] == "cuda"
 if ON_GPU:
@@ -54,7 +54,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 
 
 gc.set_threshold(100_000, 20, 100)  # tracing makes many objects that live on; looking through them is a tenth of the time
-SHAPES = re.compile(r"\b(Float|Int|UInt|Bool|Array|Key)\d*\[")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -65,7 +64,7 @@ def check_shapes_alone():
     for owner in owners:
         for member in vars(owner).values():
             function = getattr(member, "fget", None) or getattr(member, "__func__", member)
-            if inspect.isfunction(function) and not SHAPES.search(str(inspect.signature(function))):
+            if inspect.isfunction(function) and not writes_shapes(function):
                 function.__no_type_check__ = True
 
 
@@ -123,11 +122,11 @@ def pytest_collection_modifyitems(items):
     `@pytest.mark.everyday(where=lambda name, dtype: ...)` makes the rest of a sweep `slow`: every value of each parameter runs
     every day, not their product. A function with the mark `@pytest.mark.everyday` alone has no limit of seconds.
     """
-    record, later = selection.read_record(), set(selection.read_later())
+    record = selection.read_record()
     functions = defaultdict(dict)
     for item in items:
         function, case = selection.split(item.nodeid.removeprefix("tests/"))
-        if function not in later and may_run_every_day(item):
+        if may_run_every_day(item):
             functions[function][case] = item
     chosen, of_file = set(), Counter()
     for function, cases in functions.items():

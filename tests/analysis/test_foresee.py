@@ -34,7 +34,6 @@ def test_the_targets_are_what_later_queries_read(total):
             np.testing.assert_allclose(moments.reads[1, moment, layer, :, :total], later, atol=1e-3)
 
 
-@pytest.mark.slow
 def test_trained_networks_keep_more_than_random_ones_on_texts_that_they_never_saw():
     model = tiny_model()
     losses = []

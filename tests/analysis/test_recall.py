@@ -128,7 +128,6 @@ def test_no_texts_are_refused():
             recall(tiny_model(), texts, [jkv.full()])
 
 
-@pytest.mark.slow
 def test_the_command_measures_traces_and_files(tmp_path, capsys):
     shared = ["recall", "--passages", "2", "--policies", "streaming_llm,quest", "--budgets", "50%", "--page-size", "4"]
     assert cli.main([*shared, "--out", str(tmp_path)]) == 0

@@ -157,7 +157,6 @@ def test_copies_of_kv_heads_exchange_two_sums_a_layer():
     assert collectives(program) == collectives(compiled(SETUPS["llama-8b on 2 v5e"], 2).program)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SETUPS)
 def test_a_mesh_decodes_all_layers_within_its_memory(name):
     check(name, num_layers=SETUPS[name].config.num_layers)
@@ -175,7 +174,6 @@ def bytes_read(program: jax.stages.Compiled) -> float:
     return float(analysis["bytes accessed"])
 
 
-@pytest.mark.slow
 def test_whole_experts_are_read_where_they_lie_and_parts_are_copied():
     """Two layers of Qwen3-30B-A3B on four v6e: why a mesh splits experts by their number.
 

@@ -305,15 +305,14 @@ def test_glm_copies_neither_pool_nor_experts(target, name):
         assert compiled.memory_analysis().temp_size_in_bytes < config.num_experts * one / 10
 
 
-@pytest.mark.slow
 @pytest.mark.tested("ahead of time", value="target")
-@pytest.mark.parametrize("model", ["olmo3-7b", "phi-4", "smollm3-3b", "qwen3-8b", "magistral-small"])
+@pytest.mark.parametrize("shape", ["olmo3-7b", "phi-4", "smollm3-3b", "qwen3-8b", "magistral-small"])
 @pytest.mark.parametrize("target", ["h200", "tpu-v5e", "tpu-v6e"])
-def test_a_family_decodes_without_a_copy_of_its_pool(target, model):
-    config = find_shape(model)[1]
+def test_a_family_decodes_without_a_copy_of_its_pool(target, shape):
+    config = find_shape(shape)[1]
     windows = (0,) if config.window_layers else ()
     # All 32 heads of OLMo-3 are KV heads: a v5e has no room for the windows of more rows.
-    rows = {"num_rows": 8} if (target, model) == ("tpu-v5e", "olmo3-7b") else {}
+    rows = {"num_rows": 8} if (target, shape) == ("tpu-v5e", "olmo3-7b") else {}
     shapes = shapes_on(target, dataclasses.replace(config, num_layers=2, window_layers=windows), **rows)
     compiled = targets.compile_for(target, programs.PROGRAMS["decode-full"].trace, shapes)
     assert not find_copies(compiled.as_text(), shapes.state.cache.pool.kv.shape)
@@ -352,7 +351,6 @@ def test_measuring_pages_copies_none(target):
     assert compiled.memory_analysis().temp_size_in_bytes < pool.kv.size * pool.kv.dtype.itemsize // 10
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("target", PROGRAM_TARGETS)
 def test_decoding_all_layers_updates_the_pool_in_place(target):
     program = programs.PROGRAMS["decode-r_kv"]

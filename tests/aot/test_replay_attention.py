@@ -63,7 +63,6 @@ def test_replay_of_sorted_columns_and_its_gradient_compile(target):
         targets.compile_kernel(target, gradients(run), columns)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("target", ["tpu-v5e", "tpu-v5p"])
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])

@@ -379,7 +379,6 @@ def test_a_chat_has_several_turns(capsys, chat_folder, monkeypatch):
     assert run(capsys, "generate", "b=3;c=7;d=b*c;?d", "--chat", *options)[1] == expected + "\n"
 
 
-@pytest.mark.slow
 def test_programs_are_kept_for_the_next_call(tmp_path):
     kept = {name: os.environ[name] for name in ("PATH", "JAX_PLATFORMS", "XLA_FLAGS")}
     places = kept | {"XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path)}

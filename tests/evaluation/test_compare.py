@@ -31,7 +31,6 @@ def outcomes(reasoner, problems):
     return bench.compare(reasoner, problems, ["full", "streaming_llm", "rpc"], ["50%", 32], settings, **knobs)
 
 
-@pytest.mark.slow
 def test_every_policy_runs_at_every_budget_beside_the_full_cache(outcomes):
     assert [outcome.policy for outcome in outcomes] == ["full", "streaming_llm", "streaming_llm", "rpc"]
     base, half, small, growing = outcomes
@@ -383,7 +382,6 @@ def test_an_unlucky_policy_that_changes_no_answer_still_has_an_interval():
     assert one.touched_change[1] < 0 < one.touched_change[2]
 
 
-@pytest.mark.slow
 def test_seeds_are_runs_of_their_own_whose_means_are_one_row(reasoner, problems, tmp_path, monkeypatch):
     knobs = {"max_new_tokens": 200, "max_running": 4, "page_size": 4, "progress": False, "generations": tmp_path}
     settings = {"random": {"interval": 16}, "later": {"policy": "random", "seed": 1}}

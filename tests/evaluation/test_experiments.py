@@ -84,7 +84,6 @@ def test_policies_of_real_models_protect_the_same(path, in_folder):
     assert {(evict.sinks, evict.recent, evict.protect_prompt) for evict in built.values()} == {(4, 64, True)}
 
 
-@pytest.mark.slow
 def test_an_experiment_for_real_models_runs(monkeypatch, tmp_path, capsys):
     """Three policies of it, on the small model and two problems in place of the large model and the data set."""
     monkeypatch.chdir(tmp_path)

@@ -39,7 +39,6 @@ def readings(reasoner):
     return probe(reasoner, text_sets(TABLES), [ORACLE, "r_kv", "random"], SETTINGS, seeds=2)
 
 
-@pytest.mark.slow
 def test_each_policy_budget_and_seed_runs_once(readings):
     assert [(one.policy, one.budget, one.seed) for one in readings] == [
         ("full", None, None),

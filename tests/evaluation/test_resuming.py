@@ -209,34 +209,19 @@ def fill_disk(monkeypatch, at):
     return writes
 
 
-def assert_goes_on_after_a_full_disk(at, command, steady, out, monkeypatch, capsys):
-    """Whether the disk was full before the run was done."""
+# Of the first of two policies: 1 the settings, 2 an empty file of completions, 3 to 8 a line each, 9 to 11 the reports.
+@pytest.mark.parametrize("at", [5, *(pytest.param(at, marks=pytest.mark.slow) for at in range(1, 21) if at != 5)])
+def test_a_disk_that_is_full_at_any_write_is_told_and_the_run_goes_on_later(at, command, steady, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
     with monkeypatch.context() as patched:
         writes = fill_disk(patched, at)
-        status = cli.main([*command, "--out", str(out)])
-        errors = capsys.readouterr().err
-    if len(writes) < at:
-        return False
-    assert status == 2
+        assert cli.main([*command, "--out", str(out)]) == 2
+    assert len(writes) >= at
+    errors = capsys.readouterr().err
     assert f"jkv: error: {out}" in errors
     assert ": No space left on device" in errors
     assert cli.main([*command, "--out", str(out), "--resume"]) == 0
     assert_same_run(out, steady)
-    return True
-
-
-# 1 the settings, 2 an empty file of completions, 3 to 8 a line each, 9 to 11 the reports
-@pytest.mark.parametrize("at", [5])
-def test_a_full_disk_is_told_and_the_run_goes_on_later(at, command, steady, tmp_path, monkeypatch, capsys):
-    assert assert_goes_on_after_a_full_disk(at, command, steady, tmp_path / "out", monkeypatch, capsys)
-
-
-@pytest.mark.slow
-def test_a_disk_that_is_full_at_any_write_is_told_and_the_run_goes_on_later(command, steady, tmp_path, monkeypatch, capsys):
-    at = 1
-    while assert_goes_on_after_a_full_disk(at, command, steady, tmp_path / str(at), monkeypatch, capsys):
-        at += 1
-    assert at > 20  # two policies
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.999], ids=["empty", "half", "all but the end"])
@@ -328,8 +313,8 @@ def test_a_second_evaluation_of_a_folder_is_refused_and_a_killed_one_holds_no_lo
     assert_same_run(out, steady)
 
 
-@pytest.mark.slow
-def test_an_evaluation_killed_at_any_moment_goes_on_to_the_same_figures(command, steady, tmp_path):
+@pytest.mark.parametrize("kills", [1, pytest.param(12, marks=pytest.mark.slow)])
+def test_an_evaluation_killed_at_any_moment_goes_on_to_the_same_figures(kills, command, steady, tmp_path):
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir}
 
     def start(out, *more):
@@ -339,10 +324,10 @@ def test_an_evaluation_killed_at_any_moment_goes_on_to_the_same_figures(command,
     began = time.monotonic()
     assert start(tmp_path / "timed").wait() == 0
     seconds = time.monotonic() - began
-    for i in range(12):
+    for i in range(kills):
         out = tmp_path / str(i)
         process = start(out)
-        time.sleep(seconds * (0.4 + 0.6 * i / 12))
+        time.sleep(seconds * (0.4 + 0.6 * (i + 0.5) / kills))
         process.kill()
         process.wait()
         assert start(out, "--resume").wait() == 0

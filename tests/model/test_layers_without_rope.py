@@ -56,7 +56,7 @@ def test_scores_learn_which_layers_have_rope():
 def test_raw_keys_of_layers_without_rope_are_compared_as_they_are():
     model = model_of(HALF)
     engine = jkv.Engine(model, max_running=1, max_slots=64, page_size=8)
-    engine.submit([i % 31 for i in range(1, 40)], max_new_tokens=8, stop_ids=())
+    engine.submit([i % 31 for i in range(1, 40)], max_new_tokens=20, stop_ids=())
     engine.step()
     state, one = engine.runner.state, np.ones(1, np.int32)
     pair = 0 * one, one, 2 * one, 8 * one

@@ -156,7 +156,14 @@ def test_a_new_kernel_touches_its_folder_and_one_line(tmp_path):
     for folder in ("pallas_kernels", "tests/pallas_kernels", "tests/aot"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "tests" / "support").mkdir()
-    of_the_run = ("__init__.py", "conftest.py", "seconds.json", "later.json", "support/__init__.py", "support/selection.py")
+    of_the_run = (
+        "__init__.py",
+        "conftest.py",
+        "seconds.json",
+        "support/__init__.py",
+        "support/selection.py",
+        "support/shapes.py",
+    )
     for file in ("pyproject.toml", *(f"tests/{name}" for name in of_the_run)):
         shutil.copy(ROOT / file, tmp_path / file)
     folder, table = tmp_path / "pallas_kernels" / "doubled", tmp_path / "pallas_kernels" / "__init__.py"

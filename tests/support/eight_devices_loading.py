@@ -249,7 +249,6 @@ def test_a_command_of_one_engine_refuses_replicas(command, monkeypatch, capsys):
     )
 
 
-@pytest.mark.slow
 def test_commands_run_on_a_mesh(capsys, tmp_path):
     def printed(*words):
         assert main(list(words)) == 0

@@ -3,7 +3,6 @@
 Every function runs at least one case, the shortest. More cases follow while they cover new values of parameters and the
 function stays within its limit; the rest is `slow`. A function without a record runs whole, so new tests run at once; an empty
 record, `{}`, says that a long function was not measured yet: one case runs.
-`tests/later.json` has the functions that have no case yet for want of time; a test lets it only shrink.
 `tests/seconds.json` is the record; `.ci/run` leaves reports from which this writes it anew:
 
     .ci/run
@@ -21,7 +20,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 TESTS = Path(__file__).parents[1]
-RECORD, LATER = TESTS / "seconds.json", TESTS / "later.json"
+RECORD = TESTS / "seconds.json"
 LIMITS = {  # folder -> seconds of a function, where more than one case may run
     "": 2.0,
     "aot": 0.0,  # a program takes a minute to compile: one of each function, and of each target in `test_kernels.py`
@@ -79,11 +78,6 @@ def choose(cases: Collection[str], measured: Mapping[str, float] | None, limit: 
 def read_record() -> Seconds:
     """The recorded seconds of each function's cases."""
     return json.loads(RECORD.read_text())
-
-
-def read_later() -> list[str]:
-    """The functions that have no case yet."""
-    return json.loads(LATER.read_text())
 
 
 def read_report(report: Path) -> Iterable[tuple[str, float]]:

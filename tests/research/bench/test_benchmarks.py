@@ -36,7 +36,6 @@ def bench(capsys, folder, name, *options):
     return written
 
 
-@pytest.mark.slow
 def test_throughput_runs_the_same_requests_in_every_pool(capsys, tmp_path, shape):
     said = bench(capsys, tmp_path, "throughput", "--model", shape)
     assert (said["requests"], said["prompt"], said["new_tokens"]) == (4, 44, 64)
@@ -76,7 +75,6 @@ def test_compression_pays_from_where_it_is_as_fast_as_full(ratios, found, share)
     assert throughput.pays_from(records, "r_kv") == {"found": found, "pool_share": share}
 
 
-@pytest.mark.slow
 def test_cost_splits_an_engines_step_into_parts(capsys, tmp_path, shape):
     said = bench(capsys, tmp_path, "cost", "--model", shape)
     assert [(one["varied"], one["policy"]) for one in said["records"]] == [("length", "full"), ("budget", "r_kv")]
@@ -91,7 +89,6 @@ def test_cost_splits_an_engines_step_into_parts(capsys, tmp_path, shape):
         assert one["tokens_per_second"] == pytest.approx(1e6 * one["batch"] / one["step_us"], rel=1e-2)
 
 
-@pytest.mark.slow
 def test_latency_is_that_of_every_batch_chunk_and_policy(capsys, tmp_path, shape):
     said = bench(capsys, tmp_path, "latency", "--model", shape, "--batches", "1,2", "--chunks", "8,2")
     at = [(one["batch"], one["chunk"], one["policy"]) for one in said["records"]]
@@ -101,7 +98,6 @@ def test_latency_is_that_of_every_batch_chunk_and_policy(capsys, tmp_path, shape
         assert 0 < one["token_p50_ms"] <= one["token_p99_ms"]
 
 
-@pytest.mark.slow
 def test_a_server_is_started_and_loaded_at_each_rate_and_policy(capsys, tmp_path):
     pytest.importorskip("uvicorn")
     said = bench(capsys, tmp_path, "serve", "--rates", "40,inf")
@@ -117,7 +113,6 @@ def test_a_server_is_started_and_loaded_at_each_rate_and_policy(capsys, tmp_path
         assert one["first_token_ms"] == sorted(one["first_token_ms"])
 
 
-@pytest.mark.slow
 def test_eviction_is_compared_with_its_own_arithmetic(capsys, tmp_path, shape):
     said = bench(capsys, tmp_path, "eviction", "--model", shape)
     # 2 layers * 2 rows * 2 heads, 64 slots: their similarities and 8 queries of 2 heads, 8 numbers each.
@@ -177,7 +172,6 @@ def test_a_countdown_ends_when_it_should():
         countdown.prompts_for(lengths, 5, 30)
 
 
-@pytest.mark.slow
 def test_the_papers_ratios_stand_beside_ours(capsys, tmp_path):
     said = bench(capsys, tmp_path, "papers")
     assert [one["table"] for one in said["records"]] == ["R-KV 1", "RPC 5", "SkipKV 1"]
@@ -211,7 +205,6 @@ def test_the_papers_cells_hold_no_figure_that_ran_out_of_memory():
     assert len(cells) == 10 + 2 * (11 + 9)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("library", ["jkv", "transformers", "kvpress"])
 def test_peers_run_side_by_side(capsys, tmp_path, library):
     from research.bench.peers import NEEDED
@@ -250,7 +243,6 @@ def test_scores_of_kvpress_are_those_of_its_papers():
         np.testing.assert_allclose(key_diff[b, h, filled[b, h]], -unit @ mean / np.linalg.norm(mean), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_the_score_of_key_diff_is_a_policy():
     # Knorm is not put to it: a token said twice has two keys of one length, and rounding decides between them.
     report = jkv.verify(scores.policy_of("key_diff", {"budget": 24, "interval": 16}))

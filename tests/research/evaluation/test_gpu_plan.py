@@ -94,7 +94,6 @@ def test_the_comparison_has_ten_policies_and_contrasts_among_them():
     assert {name for pair in config["contrasts"] for name in pair} <= {*config["policies"]}
 
 
-@pytest.mark.slow
 def test_the_whole_plan_runs_on_a_cpu(tmp_path):
     shape, config, out = tmp_path / "shape.toml", tmp_path / "small.toml", tmp_path / "out"
     shape.write_text(MODEL)

@@ -74,7 +74,6 @@ def test_a_killed_run_goes_on_from_its_checkpoint_as_an_unbroken_one(learnt, tmp
         learn(COURSE, REPLAY, 0, tmp_path)
 
 
-@pytest.mark.slow
 def test_ctrl_c_loses_no_whole_step(learnt, tmp_path, monkeypatch):
     seen, looks, evaluate = [], [], learner.evaluate
 
@@ -137,7 +136,6 @@ def test_other_losses_run_and_say_how_far_they_are_off(loss):
     assert min(step["ratio_max"] for step in history.steps) > 1e-3
 
 
-@pytest.mark.slow
 def test_the_command_reports_what_its_arms_came_to(tmp_path, capsys):
     config = tmp_path / "small.toml"
     config.write_text(
@@ -264,7 +262,6 @@ def test_stepping_pays_for_each_digit_that_is_a_step_after_the_last(result):
     assert TASKS["stepping"].reward(out, [2, 3, 1, 3]).tolist() == [1, 0.75, 1 / 3, 1]
 
 
-@pytest.mark.slow
 def test_practice_makes_a_model_that_reads_the_step_in_the_prompt():
     course = Course("stepping", (REPLAY,), max_new_tokens=48, evaluations=64)
     model = TASKS["stepping"].start(0)
@@ -360,12 +357,22 @@ def test_the_committed_figures_show_that_compressed_rollouts_teach():
     assert_policies_teach(ROOT / "results")
 
 
-@pytest.mark.slow
-def test_compressed_rollouts_teach_at_full_size(tmp_path):
+@pytest.mark.parametrize("size", ["one step", pytest.param("full", marks=pytest.mark.slow)])
+def test_the_course_of_the_committed_figures_runs_and_teaches_at_full_size(size, tmp_path):
     """`python -m research.grpo configs/experiments/grpo-policies.toml --out results`, into another folder."""
     config = ROOT / "configs" / "experiments" / "grpo-policies.toml"
-    assert grpo.main([str(config), "--out", str(tmp_path), "--checkpoints", str(tmp_path / "kept")]) == 0
-    assert_policies_teach(tmp_path)
+    words = ["--out", str(tmp_path), "--checkpoints", str(tmp_path / "kept")]
+    if size == "full":
+        assert grpo.main([str(config), *words]) == 0
+        assert_policies_teach(tmp_path)
+        return
+    small = tmp_path / config.name
+    small.write_text(config.read_text().replace("evaluations = 256", "evaluations = 8"))
+    assert grpo.main([str(small), *words, "--seeds", "0", "--steps", "1"]) == 0
+    runs = json.loads((tmp_path / "grpo-policies.json").read_text())["runs"]
+    assert [(run["arm"], run["steps"]) for run in runs] == [(arm.name, 1) for arm in read_course(small).arms]
+    (replayed,) = (run for run in runs if run["loss"] == "replay")
+    assert 0 < replayed["ratio_p99"] <= 1e-5
 
 
 def test_the_committed_figures_show_that_only_the_replay_learns_where_evictions_cost_what_is_needed():
