@@ -665,14 +665,14 @@ class Engine:
             if sample.generated:
                 completion.saved = self.runner.meter.saved(sample)
             if self.runner.is_traced:
-                trace, num_seen = sample.row.trace, len(sample.request.prompt) + sample.generated
-                trace = trace or TraceRecorder(config.num_paged_layers, config.num_kv_heads, num_seen)
+                records, num_seen = sample.row.records, len(sample.request.prompt) + sample.generated
+                trace = (records and records.trace) or TraceRecorder(config.num_paged_layers, config.num_kv_heads, num_seen)
                 given = sample.request.first_prompt, self.capacity.page_size, self.options.kv_format
                 completion.trace = trace.finish(num_seen, *given)
         if completion.error is not None:
             completion.finish_reason = "error"
         pages = sample.num_pages(0, *self.capacity.sizes) if sample.is_running else 0
         turns.end(sample, self.scheduler.kept_rows, pages)
-        sample.row.drop_recorders()
-        sample.row.swapped = sample.sharing = None
+        completion.routes = None if sample.row.records is None else sample.row.records.routes
+        sample.row.records = sample.row.swapped = sample.sharing = None
         self.scheduler.finish(sample)

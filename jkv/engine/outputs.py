@@ -8,7 +8,8 @@ import numpy as np
 
 from jkv.engine.faults import blame
 from jkv.engine.interrupts import call, is_interrupt
-from jkv.engine.samples import RowOutputs, Sample
+from jkv.engine.records import RowOutputs
+from jkv.engine.samples import Sample
 from jkv.model.params import Model
 from jkv.reasoning.marks import completion_decoder
 from jkv.reasoning.token_text import TextStream, cut, num_certain

@@ -203,7 +203,7 @@ def make_result(model: Model, samples: Sequence[Sample], run: RunStats, is_trace
 
 def experts_of(config: ModelConfig, samples: Sequence[Sample]) -> np.ndarray | None:
     """The experts of samples whose experts were recorded, padded to the longest: [n, T, L, A]."""
-    recorders = [sample.row.routes for sample in samples]
+    recorders = [sample.completion.routes for sample in samples]
     if not any(recorders):
         return None
     totals = [len(sample.request.prompt) + sample.completion.num_tokens for sample in samples]

@@ -14,11 +14,9 @@ import numpy as np
 
 from jkv.cache.pool import num_pages_of
 from jkv.engine.processes import host
+from jkv.engine.records import Records
 from jkv.engine.state import Snapshot
 from jkv.eviction import Policy
-from jkv.model.experts import RouteRecorder
-from jkv.reasoning.sentences import SentenceLog
-from jkv.replay.trace import TraceRecorder
 
 
 class Place(enum.Enum):
@@ -65,9 +63,7 @@ class Row:
       evicted: tokens dropped, averaged over layers and KV heads.
       compactions: how often it was compacted.
       cached_tokens: tokens of its prompt that were not prefilled, because the prefix cache or a kept row held them.
-      sentences: of a row whose policy compares sentences.
-      trace: of a row that is traced.
-      routes: of a row whose experts are returned.
+      records: its trace, sentences and experts, where something is recorded.
       num_pages: the most pages that it holds, where it is outside of the batch.
       snapshot: its block table, logits and queries on the device, where its pages are in the pool alone.
       swapped: its copy in host memory.
@@ -81,9 +77,7 @@ class Row:
     evicted: float = 0.0
     compactions: int = 0
     cached_tokens: int = 0
-    sentences: SentenceLog | None = None
-    trace: TraceRecorder | None = None
-    routes: RouteRecorder | None = None
+    records: Records | None = None
     num_pages: int = 0
     snapshot: Snapshot | None = None
     swapped: SwappedRow | None = None
@@ -93,13 +87,9 @@ class Row:
         """Its pages in the pool, `[L, K, MP]`, where a snapshot holds them; waits for the device."""
         return None if self.snapshot is None else host(self.snapshot.block_table.page_table)
 
-    def fork(self, trace: TraceRecorder | None) -> "Row":
-        """The record of another row that begins with the same content; `trace` is its recorder."""
-        sentences = None if self.sentences is None else self.sentences.copy()
-        routes = None if self.routes is None else self.routes.copy()
-        twin = dataclasses.replace(self, sentences=sentences, trace=trace, routes=routes)
-        twin.place, twin.num_pages, twin.snapshot, twin.swapped = Place.NOWHERE, 0, None, None
-        return twin
+    def fork(self, records: Records | None) -> "Row":
+        """Another row that begins with the same content, and has records of its own; it has no place yet."""
+        return dataclasses.replace(self, place=Place.NOWHERE, records=records, num_pages=0, snapshot=None, swapped=None)
 
     def append(self, count: int) -> None:
         """Counts new slots in every layer and KV head."""
@@ -112,7 +102,3 @@ class Row:
             return policy.num_pages(self.filled + growth, num_kv_heads, page_size, num_shards)
         of_heads = num_pages_of(self.heads + growth, page_size).sum(axis=0)
         return num_shards * int(of_heads.reshape(num_shards, -1).sum(axis=1).max())
-
-    def drop_recorders(self) -> None:
-        """Forgets what was recorded for what comes next in this row."""
-        self.sentences = self.trace = None

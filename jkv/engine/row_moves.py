@@ -165,8 +165,6 @@ def pack(sample: Sample, row: SwappedRow) -> bytes:
     """A running sample with a copy of its row, as one that is swapped out and belongs to no engine."""
     one = copy.copy(sample)
     one.row = dataclasses.replace(sample.row, place=Place.HOST, swapped=row)
-    if one.row.routes is not None:
-        one.row.routes.land()
     one.request = dataclasses.replace(sample.request, policy=full())
     one.reads_prefix, one.num_shared_pieces, one.pieces, one.prefix = False, 0, (), Prefix(None)
     one.on_tokens, one.stops, one.text, one.emitted = None, None, None, None

@@ -32,9 +32,10 @@ from jkv.engine.policy_checks import Trials
 from jkv.engine.prefix_cache import PrefixCache
 from jkv.engine.processes import copy_to_host, host, spans
 from jkv.engine.programs import ChunkInputs
+from jkv.engine.records import RowOutputs, new_records
 from jkv.engine.row import Place, Row, SwappedRow
 from jkv.engine.row_views import facts_for
-from jkv.engine.samples import Completion, Prefix, RowOutputs, Sample, pieces_in_use, split_by_ownership
+from jkv.engine.samples import Completion, Prefix, Sample, pieces_in_use, split_by_ownership
 from jkv.engine.scheduler import Actions, Capacity
 from jkv.engine.sharer import Sharer
 from jkv.engine.state import empty_state
@@ -42,11 +43,9 @@ from jkv.engine.stats import Meter
 from jkv.eviction import Needs
 from jkv.eviction.policy import cutoff_of
 from jkv.model import weights
-from jkv.model.experts import RouteRecorder
 from jkv.model.params import Model, Params
 from jkv.model.sampling import DRAWS
-from jkv.reasoning.sentences import map_sentences, new_log
-from jkv.replay.trace import TraceRecorder
+from jkv.reasoning.sentences import map_sentences
 from pallas_kernels.choice import lowest_capability
 from pallas_kernels.dispatch import platform_of
 from pallas_kernels.quantised import Format
@@ -305,9 +304,8 @@ class Runner:
         Where it enters in pieces, that is its first one, and the others follow.
         """
         prompt, config, done = sample.request.prompt[: sample.request.first_prompt], self.model.config, 0
-        filled, sentences = np.full(config.num_paged_layers, len(prompt)), new_log(self.model, sample.request.policy.sentences)
-        trace, routes = self.new_trace(sample), self.new_routes()
-        sample.row = Row(Place.BATCH, filled, version=self.version, sentences=sentences, trace=trace, routes=routes)
+        filled, asked = np.full(config.num_paged_layers, len(prompt)), (self.is_traced, self.routed_experts)
+        sample.row = Row(Place.BATCH, filled, version=self.version, records=new_records(sample.request, self.model, *asked))
         with self.meter.clock("prefill_seconds"):
             if self.prefix_cache.piece:
                 self.state, done = prefix_cache.adopt(self.programs, self.state, self.prefix_cache, row, sample)
@@ -344,10 +342,8 @@ class Runner:
         for sample in admitted.values():
             completion = sample.completion
             completion.is_forked, completion.error = True, completion.error or prefix.error
-            trace = None if begin.trace is None else self.new_trace(sample)
-            if trace is not None and begin.trace is not None:
-                trace.fork_from(begin.trace, len(sample.request.prompt))
-            sample.row = begin.fork(trace)
+            records = None if begin.records is None else begin.records.fork_for(sample.request, self.model)
+            sample.row = begin.fork(records)
             sample.row.place, sample.row.version = Place.BATCH, self.version
             self.sharer.start(sample)
         self.meter.stats.forks += len(admitted)
@@ -389,10 +385,8 @@ class Runner:
                 args = self.params, self.state, np.asarray([row], np.int32), token, count, self._parts_of_prompts
                 self.state, hidden, held, experts = self.programs.prefill_chunk(*args, num_pages=num_pages)
                 self.held.append(held)
-                if sample.row.routes is not None:
-                    sample.row.routes.add(experts, int(count[0]))
-                if sample.row.sentences is not None:
-                    sample.row.sentences.take(token[0, : count[0]], np.asarray(hidden)[0, : count[0]])
+                if sample.row.records is not None:
+                    sample.row.records.prefilled(token[0, : count[0]], hidden, experts)
 
     def fill(self, *, to_end: bool = False) -> None:
         """Prefills as much as may come before the next chunk, or all that waits."""
@@ -415,7 +409,7 @@ class Runner:
             if prefix.row.swapped is None and prefix.absent:
                 prefix.row.swapped = row_moves.copy_out(self.programs, self.state, prefix.row.snapshot, None)
             self.state = row_moves.free(self.programs, self.state, prefix.row)
-            prefix.row.drop_recorders()
+            prefix.row.records = None
         if self.prefix_cache.piece:
             self.state = prefix_cache.drop(self.programs, self.state, self.prefix_cache)
 
@@ -488,11 +482,11 @@ class Runner:
         for sample, dropped, is_left, left in compactions:
             if sample.is_finished:
                 continue
-            numbers = None if dropped is None else host(dropped)[:, 0], None if left is None else host(left)
+            dropped = None if dropped is None else host(dropped)[:, 0]
+            is_left = None if is_left is None else np.asarray(is_left)[0]
+            left = None if left is None else host(left)
             with blame(sample):
-                if sample.row.sentences is not None and is_left is not None:
-                    sample.row.sentences.forget(np.asarray(is_left)[0])
-                sample.compact(*numbers)
+                sample.compact(dropped, is_left, left)
 
     def _compact_row(self, row: int, sample: Sample, last: Flight | None = None) -> tuple[Any, Any, Any]:
         """Dispatches one row's compaction; returns what is still on the device: the positions dropped (when traced), those left
@@ -509,9 +503,10 @@ class Runner:
         evict = request.policy.evict
         assert evict is not None
         if evict.needs.similarity:
-            assert sample.row.sentences is not None
+            assert sample.row.records is not None
+            assert sample.row.records.sentences is not None
             self._map_width = max(self._map_width, 1 << (request.most_tokens - 1).bit_length())
-            sentences = map_sentences(sample.row.sentences, self._map_width)
+            sentences = map_sentences(sample.row.records.sentences, self._map_width)
         with self.meter.stats.idle.dispatching(is_ready(self.state)), self.meter.compaction(lambda: self.state):
             self.state, dropped, is_left, kinds = self.programs.compact(
                 self.state,
@@ -557,18 +552,6 @@ class Runner:
             sizes = {"max_stop_ids": self.max_stop_ids, "page_size": self.capacity.page_size}
             self._settings = row_settings(rows, self.parts_on, **sizes, sharding=sharding)
         return for_chunk(self._settings, rows)
-
-    def new_trace(self, sample: Sample) -> TraceRecorder | None:
-        """A trace recorder for a sample, if samples are traced."""
-        config, policy = self.model.config, sample.request.policy
-        if not self.is_traced:
-            return None
-        size = config.num_paged_layers, config.num_kv_heads, sample.request.most_tokens
-        return TraceRecorder(*size, sinks=policy.num_moving_sinks, steer=policy.steer)
-
-    def new_routes(self) -> RouteRecorder | None:
-        """A recorder of a sample's experts, if they are returned."""
-        return RouteRecorder() if self.routed_experts else None
 
     def pad_rows(self, rows: Sequence[int]) -> np.ndarray:
         """Row indices padded to all rows of the pool with an index out of range, which programs ignore."""

@@ -10,11 +10,13 @@ import numpy as np
 from jkv.engine.clocks import running_seconds
 from jkv.engine.kept_rows import KeptRow, Transcript
 from jkv.engine.memory import STEP_PIECE
+from jkv.engine.records import RowOutputs
 from jkv.engine.requests import Request
 from jkv.engine.row import Place, Row
 from jkv.eviction import AfterPrompt, Policy
 from jkv.eviction.policy import compacted
 from jkv.eviction.schedules import ask
+from jkv.model.experts import RouteRecorder
 from jkv.reasoning.marks import completion_decoder
 from jkv.reasoning.sharing import Pair, Sharing
 from jkv.reasoning.steering import Thinking
@@ -33,6 +35,7 @@ class Completion:
     versions: list[int] = dataclasses.field(default_factory=list)  # of the weights behind each token
     finish_reason: str = ""
     trace: Trace | None = None  # of the finished sample, when traced
+    routes: RouteRecorder | None = None  # the experts of its tokens, where asked for
     transcript: Transcript | None = None  # of the conversation that the finished sample is a turn of
     compactions: int = 0
     evicted: float = 0.0  # tokens dropped, averaged over layers and KV heads
@@ -53,21 +56,6 @@ class Completion:
     def num_tokens(self) -> int:
         """Tokens so far."""
         return len(self.tokens)
-
-
-class RowOutputs(NamedTuple):
-    """One row's outputs of a chunk, on the host; only steps that drew a token."""
-
-    tokens: list[int]
-    log_probs: list[float]
-    log_probs_full: list[float]
-    goes_on: bool  # whether the row still runs
-    dropped: np.ndarray | None  # [steps, L, K] positions that steps evicted, EMPTY for none; None unless traced
-    is_read: np.ndarray | None  # [steps, L, K, MP] entries of the page table that steps read; None unless traced
-    steered: np.ndarray | None  # [steps] multiple of the steering vector added to each token; None unless traced
-    hidden: np.ndarray | None  # [steps, D] after the final norm; None unless sentences are compared
-    experts: np.ndarray | None = None  # [steps, L, A] that its tokens went through; None unless asked for
-    log_probs_own: Sequence[float] = ()  # of the model's own distribution, for requests that ask for it
 
 
 class Status(enum.Enum):
@@ -358,8 +346,8 @@ class Sample:
 
     def count_new(self, count: int) -> None:
         """Counts new tokens of its prompt that were appended to its row."""
-        if self.row.trace is not None:
-            self.row.trace.extended(count)
+        if self.row.records is not None:
+            self.row.records.extended(count)
         self.row.append(count)
         self.pending -= count
 
@@ -371,13 +359,10 @@ class Sample:
         return min(self.pending, STEP_PIECE if policy.evicts_in_steps else steps or self.pending)
 
     def advance(self, row: RowOutputs) -> None:
-        """Counts a chunk's tokens and slots, and records them in the trace."""
+        """Records a chunk, then counts its tokens and slots."""
         count = len(row.tokens)
-        if self.row.trace is not None:
-            self._record(row)
-        if self.row.routes is not None:
-            self.row.routes.land()  # the prompt's are there by now
-            self.row.routes.add(row.experts)
+        if self.row.records is not None:
+            self.row.records.decoded(row, self.request.policy, self.num_seen, int(self.row.filled[0]))
         self.row.append(count)
         evicted = self._evicted_in_steps(row.goes_on)
         self.row.filled = self.row.filled - evicted
@@ -387,26 +372,11 @@ class Sample:
             self.sharing.append(row.tokens)
             if not self.sharing.is_over:
                 self.row.filled = np.full_like(self.row.filled, self.sharing.layout.num_slots)
-        if self.row.sentences is not None and row.hidden is not None:
-            self.row.sentences.take(row.tokens, row.hidden)
         self.generated += count
         self.row.keeps_all |= self.request.until in row.tokens
 
-    def _record(self, row: RowOutputs) -> None:
-        """Writes a chunk into the trace, before it is counted."""
-        assert self.row.trace is not None
-        policy, now, count = self.request.policy, self.num_seen, len(row.tokens)
-        if policy.moves_sinks:
-            self.row.trace.shifted(now, count, int(self.row.filled[0]) - now)
-        if row.dropped is not None and policy.evicts_in_steps:
-            self.row.trace.dropped_in_steps(row.dropped, now)
-        if row.is_read is not None and policy.read:
-            self.row.trace.read(row.is_read)
-        if row.steered is not None and policy.steer:
-            self.row.trace.steered(now, row.steered)
-
-    def compact(self, dropped: np.ndarray | None, left: np.ndarray | None = None) -> None:
-        """Counts the compaction that was due; `dropped` are its positions ([L, K, S], EMPTY for kept), when traced.
+    def compact(self, dropped: np.ndarray | None, is_left: np.ndarray | None = None, left: np.ndarray | None = None) -> None:
+        """Counts the compaction that was due, and records what it dropped and left (`Records.compacted`).
 
         `left` are the slots that are left ([L, K]), where scores decided how many.
         """
@@ -417,8 +387,8 @@ class Sample:
         self.row.filled = compacted
         if self.sharing is not None:
             self.sharing.is_over = True
-        if self.row.trace is not None and dropped is not None:
-            self.row.trace.dropped(dropped, self.num_seen)
+        if self.row.records is not None:
+            self.row.records.compacted(dropped, is_left, self.num_seen)
 
     def share(self, pairs: Sequence[Pair]) -> None:
         """Counts replaced pages. Later queries read the kept page once more for each of them."""
@@ -426,15 +396,8 @@ class Sample:
         layout = self.sharing.layout
         self.completion.shared += sum(layout.count[page] for page, _ in pairs)
         self.row.filled = np.full_like(self.row.filled, layout.num_slots)
-        if self.row.trace is None:
-            return
-        removed, repeated = [page for page, _ in pairs], [np.zeros(0, np.int32)]
-        if self.sharing.share.bias:
-            repeated += [
-                np.tile(layout.positions(kept), layout.multiplicity[page]) for page, kept in pairs if kept not in removed
-            ]
-        dropped = np.concatenate([layout.positions(page) for page in removed])
-        self.row.trace.shared(dropped, np.concatenate(repeated), self.num_seen)
+        if self.row.records is not None:
+            self.row.records.shared(pairs, layout, self.sharing.share.bias, self.num_seen)
 
 
 def keeps_prefix(policy: Policy) -> bool:

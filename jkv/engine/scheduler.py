@@ -169,9 +169,8 @@ class Scheduler:
     @property
     def sentence_logs(self) -> list[SentenceLog]:
         """The sentences of every sample and prefix, in host memory; none that waits to start has any."""
-        logs = [sample.row.sentences for sample in (*self.running.values(), *self.parked)]
-        logs += [prefix.row.sentences for prefix in self.started]
-        return [log for log in logs if log is not None]
+        rows = [sample.row for sample in (*self.running.values(), *self.parked)] + [prefix.row for prefix in self.started]
+        return [row.records.sentences for row in rows if row.records and row.records.sentences]
 
     def release(self) -> tuple[list[int], list[Prefix]]:
         """Releases the rows of finished samples; returns these rows, and the prefixes to free since the last call.

@@ -141,7 +141,8 @@ def begin(sample: Sample, kept: KeptRow) -> None:
     """Lets a fresh sample continue a kept row."""
     sample.resumes, sample.earlier = kept, kept.transcript
     sample.pending = len(sample.request.prompt) - sample.request.num_kept
-    sample.row = kept.row.fork(None if kept.row.trace is None else kept.row.trace.grown(sample.request.most_tokens))
+    records = kept.row.records
+    sample.row = kept.row.fork(None if records is None else records.continued(sample.request))
     sample.row.cached_tokens, sample.row.version = sample.request.num_kept, 0  # the version is known once its row is attached
 
 

@@ -87,6 +87,11 @@ class RouteRecorder:
         """Another recorder with the same tokens."""
         return RouteRecorder(self._pieces)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled is on the host."""
+        self.land()
+        return vars(self)
+
     def land(self) -> None:
         """Reads what is on the device, once that is there."""
         self._pieces = [(np.asarray(experts), count) for experts, count in self._pieces]

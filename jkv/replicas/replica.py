@@ -16,7 +16,6 @@ from jkv.engine.requests import Request
 from jkv.engine.samples import Completion, Sample
 from jkv.engine.service import Reply, Service
 from jkv.eviction import Policy
-from jkv.model.experts import RouteRecorder
 from jkv.model.params import Model
 from jkv.policies import full
 
@@ -83,24 +82,22 @@ class Finished(NamedTuple):
     number: int
     completion: Completion
     generated: int
-    routes: RouteRecorder | None
 
     @classmethod
     def of(cls, number: int, sample: Sample) -> "Finished":
         """What is sent of a finished sample."""
         completion, error = sample.completion, sample.completion.error
-        routes = sample.row.routes
-        if routes is not None:
-            routes.land()
+        if completion.routes is not None:
+            completion.routes.land()
         packed: Any = {name: np.array(getattr(completion, name), dtype) for name, dtype in LISTS.items()}
         packed["error"] = None if error is None else RuntimeError(repr(error))  # others may not pickle
-        return cls(number, dataclasses.replace(completion, **packed), sample.generated, routes)
+        return cls(number, dataclasses.replace(completion, **packed), sample.generated)
 
     def land(self, sample: Sample) -> None:
         """Completes the waiting record of the sample."""
         lists: Any = {name: getattr(self.completion, name).tolist() for name in LISTS}
         sample.completion = dataclasses.replace(self.completion, **lists)
-        sample.generated, sample.row.routes = self.generated, self.routes
+        sample.generated = self.generated
 
 
 class Failed(NamedTuple):

@@ -442,7 +442,7 @@ def test_a_trace_that_cannot_be_recorded_ends_its_sample_alone(model, whole, met
     def fail(*arguments):
         raise IndexError("the trace is full")
 
-    setattr(engine.tickets[tickets[GUILTY]][0].row.trace, method, fail)
+    setattr(engine.tickets[tickets[GUILTY]][0].row.records.trace, method, fail)
     assert_neighbours_are_whole(engine, tickets, whole, IndexError, "the trace is full")
 
 

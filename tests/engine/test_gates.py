@@ -100,7 +100,7 @@ def assert_stored(engine, name):
     pool, count = jax.device_get(engine.runner.state.cache.pool), 0
     for row, sample in engine.scheduler.running.items():
         tokens = np.concatenate([sample.request.prompt, sample.completion.tokens]).astype(int)
-        expected = gates_of(engine.model, name, tokens, sample.row.trace.end)
+        expected = gates_of(engine.model, name, tokens, sample.row.records.trace.end)
         for layer, head in np.ndindex(expected.shape[:2]):
             position, numbers = held_in(pool, row, layer, head)
             filled = position >= 0

@@ -246,7 +246,7 @@ def test_embeddings_are_counted_while_they_are_held_and_gone_with_the_sample(mod
             held += len(cut_into_sentences(tokens, ENDS)) * 32 * 4 + 32 * 8  # float32, and the sum of the unfinished in float64
         most = max(most, held)
     assert 0 < most <= engine.stats.peak_sentence_bytes <= most + 16 * 2 * 32 * 4  # the last chunk's are gone after the step
-    assert all(sample.row.sentences is None for ticket in tickets for sample in engine.tickets[ticket])
+    assert all(sample.row.records is None for ticket in tickets for sample in engine.tickets[ticket])
 
 
 def test_what_a_tokenizer_cannot_write_ends_nothing():
