@@ -335,3 +335,13 @@ def test_a_pool_larger_than_the_memory_is_cut_to_it(model, monkeypatch):
     out = jkv.generate(model, [[1, 2, 3], [4, 5, 6], [7, 8, 9]], **KNOBS | {"max_new_tokens": 20})
     assert out.stats.peak_kv_bytes <= 40 * memory.page_bytes(model.params, 4)
     assert out.lengths.tolist() == [20, 20, 20]
+
+
+def test_a_model_in_float16_answers_as_in_float32_and_replays():
+    prompt, policy = "b=3;c=7;d=b*c;?d", jkv.lag_kv(budget=64, interval=16)
+    half, reasoner = jkv.load("tiny-reasoner", dtype="float16"), jkv.load("tiny-reasoner")
+    out, whole = (jkv.generate(one, prompt, policy, return_trace=True, progress=False) for one in (half, reasoner))
+    assert half.params.embedding.dtype == np.float16
+    assert out.stats.peak_kv_bytes < 0.6 * whole.stats.peak_kv_bytes
+    assert out.text == whole.text
+    np.testing.assert_allclose(jkv.score(half, out, trace=out.trace).logprobs, out.logprobs, atol=1e-3)

@@ -2,8 +2,9 @@
 
 Figures are for one JAX device, in bytes, bytes a second, and operations a second without sparsity. A vendor's GB counts as
 10**9, which is never too many. Matrix products in float32 have the rate of JAX's default precision: TF32 on a GPU that has it,
-bfloat16 passes on a TPU. Sources: NVIDIA's data sheets of H200, H100 SXM, A100 SXM, L4, T4 and V100 SXM2, and the pages v4,
-v5e, v5p, v6e and tpu7x of docs.cloud.google.com/tpu/docs. A chip of TPU 7x is two devices to JAX, each with half of it.
+bfloat16 passes on a TPU. Sources: NVIDIA's data sheets of B200 (a GPU of HGX), GH200, H200, H100 SXM, A100 SXM, A10G, L40S, L4,
+T4 and V100 SXM2, its Ada and Blackwell white papers for RTX cards (16 bits with sums in float32), and the pages v4, v5e, v5p,
+v6e and tpu7x of docs.cloud.google.com/tpu/docs. A chip of TPU 7x is two devices to JAX, each with half of it.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ class Device:
       bandwidth: bytes a second between memory and cores; None if unknown, and then no speed is planned.
       rate: operations a second of matrix products in 16 bits; None if unknown.
       rate_float32: the same in float32, at JAX's default precision; None if `rate` applies.
-      compute_capability: of an NVIDIA GPU, as (major, minor): below (8, 0) it has no Triton kernels, and computes in float32.
+      compute_capability: of an NVIDIA GPU, as (major, minor): below (8, 0) it has no Triton kernels and no bfloat16.
     """
 
     name: str
@@ -62,15 +63,23 @@ GB, GB_S, TFLOP_S = 10**9, 1e9, 1e12
 DEVICES = {
     device.name: device
     for device in (
+        Device("b200", "gpu", 180 * GB, 7700 * GB_S, 2250 * TFLOP_S, 1125 * TFLOP_S, (10, 0)),
+        Device("gh200", "gpu", 96 * GB, 4000 * GB_S, 989 * TFLOP_S, 495 * TFLOP_S, (9, 0)),
+        Device("gh200-144gb", "gpu", 144 * GB, 4900 * GB_S, 989 * TFLOP_S, 495 * TFLOP_S, (9, 0)),
         Device("h200", "gpu", 141 * GB, 4800 * GB_S, 989 * TFLOP_S, 495 * TFLOP_S, (9, 0)),
         Device("h100", "gpu", 80 * GB, 3350 * GB_S, 989 * TFLOP_S, 495 * TFLOP_S, (9, 0)),
         Device("a100", "gpu", 80 * GB, 2039 * GB_S, 312 * TFLOP_S, 156 * TFLOP_S, (8, 0)),
         Device("a100-40gb", "gpu", 40 * GB, 1555 * GB_S, 312 * TFLOP_S, 156 * TFLOP_S, (8, 0)),
+        Device("rtx-pro-6000", "gpu", 96 * GB, 1792 * GB_S, 503 * TFLOP_S, 251 * TFLOP_S, (12, 0)),
+        Device("rtx-6000-ada", "gpu", 48 * GB, 960 * GB_S, 364 * TFLOP_S, 182 * TFLOP_S, (8, 9)),
+        Device("l40s", "gpu", 48 * GB, 864 * GB_S, 362 * TFLOP_S, 183 * TFLOP_S, (8, 9)),
+        Device("rtx-5090", "gpu", 32 * GB, 1792 * GB_S, 209 * TFLOP_S, 104 * TFLOP_S, (12, 0)),
+        Device("rtx-4090", "gpu", 24 * GB, 1008 * GB_S, 165 * TFLOP_S, 82 * TFLOP_S, (8, 9)),
+        Device("rtx-3090", "gpu", 24 * GB, 936 * GB_S, 71 * TFLOP_S, 35 * TFLOP_S, (8, 6)),
+        Device("a10g", "gpu", 24 * GB, 600 * GB_S, 70 * TFLOP_S, 35 * TFLOP_S, (8, 6)),
         Device("l4", "gpu", 24 * GB, 300 * GB_S, 121 * TFLOP_S, 60 * TFLOP_S, (8, 9)),
-        Device(
-            "t4", "gpu", 16 * GB, 300 * GB_S, 8.1 * TFLOP_S, None, (7, 5)
-        ),  # rates of float32, as is all its arithmetic here
-        Device("v100", "gpu", 16 * GB, 900 * GB_S, 15.7 * TFLOP_S, None, (7, 0)),
+        Device("t4", "gpu", 16 * GB, 300 * GB_S, 65 * TFLOP_S, 8.1 * TFLOP_S, (7, 5)),
+        Device("v100", "gpu", 16 * GB, 900 * GB_S, 125 * TFLOP_S, 15.7 * TFLOP_S, (7, 0)),
         Device("v4", "tpu", 32 * GB, 1200 * GB_S, 275 * TFLOP_S),
         Device("v5e", "tpu", 16 * GB, 819 * GB_S, 197 * TFLOP_S),
         Device("v5p", "tpu", 95 * GB, 2765 * GB_S, 459 * TFLOP_S),

@@ -229,13 +229,30 @@ def check_fits(setting: Setting, policy: Policy, length: int, own: Estimate) -> 
         return
     rows, most = max(1, own.batch), setting.estimate(policy, length).batch
     missing = own.total_bytes - setting.usable_bytes
+    fixes = smaller_weights(setting) if rows == 1 and not most else ["fewer rows"]
+    if not fixes or setting.weight_bytes < setting.usable_bytes:
+        fixes += ["a shorter length", *(["a smaller budget"] if policy.is_bounded else ["a policy with a fixed budget"])]
     raise ValueError(
         f"{rows} {'row' if rows == 1 else 'rows'} of {own.policy} must fit {setting.device.name}: weights "
         f"{size(setting.weight_bytes)} + cache {size(own.state_bytes)} + scratch {size(own.scratch.most)} = "
         f"{size(own.total_bytes)} a device, {size(setting.usable_bytes)} are usable ({setting.memory_share:.0%} of "
         f"{size(setting.device.memory)}), {size(missing)} short; "
-        f"{most or 'no'} rows fit. Use fewer rows, a shorter length, a smaller budget, more devices or a larger one."
+        f"{most or 'no'} rows fit. Use {', '.join(fixes)}, more devices or a larger one."
     )
+
+
+def smaller_weights(setting: Setting) -> list[str]:
+    """What makes the weights fit, the least change first; a smaller model, if nothing else does."""
+    half = "float16" if setting.device.is_old_gpu else "bfloat16"
+    changes: dict[str, dict[str, Any]] = {}
+    if jnp.dtype(setting.dtype).itemsize > 2 and setting.device.platform != "cpu":
+        changes[f'dtype="{half}"'] = {"dtype": jnp.dtype(half)}
+    if setting.weight_dtype is None:
+        changes['weight_dtype="int8"'] = {"weight_dtype": "int8"}
+    fits = {
+        name: dataclasses.replace(setting, **fields).weight_bytes < setting.usable_bytes for name, fields in changes.items()
+    }
+    return [name for name, does in fits.items() if does] or ["a smaller model"]
 
 
 def is_faster(own: Estimate, other: Estimate) -> bool:

@@ -149,12 +149,20 @@ def test_a_program_updates_pages_of_int4_in_place(target, name):
     ("target", "name"), [("t4", name) for name in programs.PROGRAMS] + [("v100", name) for name in KERNELS]
 )
 def test_an_old_gpu_runs_every_program_by_plain_xla(target, name):
+    run_by_plain_xla(target, name, jnp.float32)
+
+
+def run_by_plain_xla(target, name, dtype):
     program = programs.PROGRAMS[name]
-    shapes = shapes_on(target, needs=program.needs, dtype=jnp.float32)
+    shapes = shapes_on(target, needs=program.needs, dtype=dtype)
     trace = functools.partial(program.trace, num_tokens=SIZES[-1]) if name.startswith("prefill") else program.trace
     compiled = targets.compile_for(target, trace, shapes)
     assert "triton" not in compiled.as_text()
     assert_no_pool_copy(compiled, shapes.state.cache.pool)
+
+
+def test_an_old_gpu_decodes_in_float16():
+    run_by_plain_xla("t4", next(name for name in programs.PROGRAMS if name.startswith("decode")), jnp.float16)
 
 
 @pytest.mark.parametrize("target", ["tpu-v5e", "h200"])

@@ -354,7 +354,7 @@ def test_float32_has_its_own_rate(itemsize):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"device": "b200"}, "device must be one of h200, h100"),
+        ({"device": "b201"}, "device must be one of b200, gh200"),
         ({"length": 256}, "above prompt=256"),
         ({"length": 131_073}, "at most the model's 131072 positions"),
         ({"prompt": 0}, "prompt must be at least 1"),
@@ -442,7 +442,13 @@ def test_the_command_takes_a_device_s_figures(capsys):
         (("--device", "h200"), "jkv plan --list"),
         (("r1-qwen-7b", "--device", "h201"), "device must be one of"),
         (("nobody", "--device", "h200"), "a TOML file of a model's shape"),
-        (("r1-qwen-7b", "--device", "t4"), "short; no rows fit"),
+        (("r1-qwen-7b", "--device", "t4"), 'no rows fit. Use weight_dtype="int8", more devices'),
+        (("r1-qwen-7b", "--device", "l4", "--dtype", "float32"), 'Use dtype="bfloat16", weight_dtype="int8", more devices'),
+        (("r1-qwen-32b", "--device", "t4"), "Use a smaller model, more devices"),
+        (
+            ("r1-llama-8b", "--device", "rtx-4090", "--batch", 500),
+            "Use fewer rows, a shorter length, a policy with a fixed budget",
+        ),
         (("r1-qwen-7b", "--device", "h200", "--policy", "r_kv", "--budget", 4), "must hold its sinks and recent slots"),
         (("r1-qwen-7b", "--device", "h200", "--length", 10), "length counts prompt and completion"),
         (("r1-qwen-7b", "--device", "h200", "--out", "no/such/folder.json"), "a file in a folder that exists"),
