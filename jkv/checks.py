@@ -203,6 +203,13 @@ def check_known(known: Iterable[Any], **names: Any) -> None:
             raise InputError(rule, field=field, code="unknown_name", known=", ".join(known), got=shown(name), near=near)
 
 
+def need_tokenizer(tokenizer: Any, why: str, fix: str = "Take a model that has one.") -> None:
+    """Refuses a model without a tokenizer; `why` one is needed, such as "Answers are read from text"."""
+    if tokenizer is None:
+        rule = "{why}, and this model has no tokenizer. {fix}"
+        raise InputError(rule, field="model", code="unsupported", why=why, fix=fix)
+
+
 def check_length(field: str, values: Any, most: int, unit: str, whose: str = "") -> int:
     """The length of a sequence, without a look at its elements.
 

@@ -1,7 +1,7 @@
 """Errors as data: what a caller passed, and which rule it breaks."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 Code = Literal[
     "bad_json",
@@ -51,6 +51,19 @@ class InputError(ValueError):
         field = None if self.field is None else names.get(self.field, self.field)
         values = {name: value.told(names) if isinstance(value, InputError) else value for name, value in self.values.items()}
         return self.rule.format_map(_Words({**names, "field": field, **values}))
+
+
+def refused(message: str, **fields: str) -> InputError:
+    """The error of a plain message, which is no template, about one argument and its `Code`: the kind of mistake.
+
+    For arguments that have one name everywhere. Of a file, the field is the name of what is wrong in it, else the file's.
+
+    >>> error = refused("rows must be below 4; got 5. Lower it.", rows="out_of_range")
+    >>> str(error), error.field, error.code
+    ('rows must be below 4; got 5. Lower it.', 'rows', 'out_of_range')
+    """
+    ((field, code),) = fields.items()
+    return InputError(message.replace("{", "{{").replace("}", "}}"), field=field, code=cast(Code, code))
 
 
 class _Words(dict[str, Any]):

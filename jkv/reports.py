@@ -25,6 +25,8 @@ from typing import Any
 
 import jax
 
+from jkv.errors import refused
+
 try:
     import fcntl
 except ImportError:  # no POSIX system
@@ -274,9 +276,8 @@ def locked(folder: Path) -> int:
         except BlockingIOError:
             owner = os.read(descriptor, 20).decode(errors="replace").strip() or "unknown"
             os.close(descriptor)
-            raise ValueError(
-                f"{folder} must have one writer; process {owner} writes there. Wait until it ends, or give another folder."
-            ) from None
+            rule = f"{folder} must have one writer; process {owner} writes there. Wait until it ends, or give another folder."
+            raise refused(rule, path="conflict") from None
         except OSError as error:
             print(f"jkv: {folder} cannot be locked ({error}): start no second writer there", file=sys.stderr)
             return descriptor
@@ -324,7 +325,8 @@ def read_json_lines(
         if not isinstance(record, dict) or not all(field in record for field in fields):
             named = " and ".join(f'"{field}"' for field in fields)
             wanted = what or ("a JSON object" + f" with {named}" * bool(fields))
-            raise ValueError(f"Each line of {path} must be {wanted}; line {number} is not." + f" {fix}" * bool(fix))
+            rule = f"Each line of {path} must be {wanted}; line {number} is not." + f" {fix}" * bool(fix)
+            raise refused(rule, path="invalid")
         records.append(record)
     return records
 
@@ -343,7 +345,7 @@ def whole_lines(path: Path) -> list[str]:
     try:
         return [line.decode() for line in lines]
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} must be UTF-8 text; {error}.") from None
+        raise refused(f"{path} must be UTF-8 text; {error}.", path="invalid") from None
 
 
 def is_json(line: bytes) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jkv.checks import shown
+from jkv.errors import refused
 
 
 def plain(value: Any) -> Any:
@@ -66,9 +67,10 @@ tell. Give another --out.
     differ = [name for name in names if name not in missing and before[name] != now.get(name)]
     if differ:
         each = "; ".join(f"{name} then {shown(before[name])}, now {shown(now.get(name))}" for name in differ)
-        raise ValueError(f"{what}, by {', '.join(differ)} ({each}). {fix}")
+        raise refused(f"{what}, by {', '.join(differ)} ({each}). {fix}", path="conflict")
     if missing:
-        raise ValueError(
+        raise refused(
             f"{what}, or the same: an older version of jkv wrote it without {', '.join(missing)}, so that nobody can tell. "
-            f"{fix}"
+            f"{fix}",
+            path="conflict",
         )

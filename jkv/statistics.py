@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from jkv.checks import check_counts
+from jkv.errors import refused
 
 LEVEL = 0.95  # of every interval in a report
 NORMAL = 1.96  # half the width of a 95 % interval, in standard errors of a normal distribution
@@ -224,5 +225,6 @@ def check_ks(ks: Sequence[int] | None, samples: int) -> list[int]:
     """
     check_counts(samples=samples)
     if wrong := [k for k in ks or () if not isinstance(k, int) or not 1 <= k <= samples]:
-        raise ValueError(f"pass_at must lie in [1, samples], which is {samples}; got {wrong[0]}. Draw more samples.")
+        rule = f"pass_at must lie in [1, samples], which is {samples}; got {wrong[0]}. Draw more samples."
+        raise refused(rule, pass_at="out_of_range")
     return sorted({1, *((samples,) if ks is None else ks)})

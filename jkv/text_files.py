@@ -9,6 +9,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from jkv.errors import refused
+
 MOST_BYTES = 1 << 30  # of a file that is read as a whole
 MOST_SETTINGS = 1 << 20  # of one with settings
 KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
@@ -24,9 +26,9 @@ def check_file(path: Path, most: int = MOST_BYTES) -> None:
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
         kind = KINDS.get(stat.S_IFMT(found.st_mode), "something else")
-        raise ValueError(f"{path} must be a regular file; it is {kind}. Write its content to a file.")
+        raise refused(f"{path} must be a regular file; it is {kind}. Write its content to a file.", path="invalid")
     if found.st_size > most:
-        raise ValueError(f"{path} must have at most {most:,} bytes; it has {found.st_size:,}. Split the file.")
+        raise refused(f"{path} must have at most {most:,} bytes; it has {found.st_size:,}. Split the file.", path="too_long")
 
 
 def read_text(path: Path, most: int = MOST_BYTES) -> str:
@@ -39,7 +41,7 @@ def read_text(path: Path, most: int = MOST_BYTES) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} must be UTF-8 text; {error}. Convert the file.") from None
+        raise refused(f"{path} must be UTF-8 text; {error}. Convert the file.", path="invalid") from None
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -52,7 +54,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # an integer of 5,000 digits is a plain ValueError
-        raise ValueError(f"{path} must be TOML: {reason(error)}. Correct the file.") from None
+        raise refused(f"{path} must be TOML: {reason(error)}. Correct the file.", path="invalid") from None
 
 
 def read_json(path: Path, fields: tuple[str, ...] = ()) -> Any:
@@ -65,10 +67,10 @@ def read_json(path: Path, fields: tuple[str, ...] = ()) -> Any:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} must be JSON: {reason(error)}. Correct the file.") from None
+        raise refused(f"{path} must be JSON: {reason(error)}. Correct the file.", path="bad_json") from None
     if fields and not (isinstance(value, dict) and all(field in value for field in fields)):
         named = " and ".join(f'"{field}"' for field in fields)
-        raise ValueError(f"{path} must be a JSON object with {named}; it is not. Correct the file.")
+        raise refused(f"{path} must be a JSON object with {named}; it is not. Correct the file.", path="invalid")
     return value
 
 

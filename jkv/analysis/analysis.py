@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from jkv.analysis.redundancy import MEASURES, Figures, Measure, make_reader
+from jkv.errors import refused
 from jkv.reasoning.word_tokenizer import Words
 from jkv.reports import digits, markdown, write_json
 from jkv.statistics import bootstrap, mean_of
@@ -117,9 +118,10 @@ def analyze(
     texts = [texts] if isinstance(texts, str) else list(texts)
     marks = check_marks(right, check_texts(texts))
     if tokenizer is not None and not all(hasattr(tokenizer, name) for name in ("encode", "decode", "__len__")):
-        raise ValueError(
+        raise refused(
             f"tokenizer has encode, decode and a length, such as model.tokenizer; got {type(tokenizer).__name__}. Without one "
-            "(None), words are counted."
+            "(None), words are counted.",
+            tokenizer="wrong_type",
         )
     reader = make_reader(texts, tokenizer, encoder)
     figures = tuple(reader.read(text) for text in texts)
@@ -130,10 +132,11 @@ def analyze(
 def check_texts(texts: Sequence[Any]) -> int:
     """How many completions there are."""
     if not texts:
-        raise ValueError("texts are completions, at least one; got none.")
+        raise refused("texts are completions, at least one; got none.", texts="missing")
     for i, text in enumerate(texts):
         if not isinstance(text, str):
-            raise ValueError(f"texts are strings; number {i} is {text!r:.60}. A model without a tokenizer gives no texts.")
+            rule = f"texts are strings; number {i} is {text!r:.60}. A model without a tokenizer gives no texts."
+            raise refused(rule, texts="wrong_type")
     return len(texts)
 
 
@@ -141,10 +144,11 @@ def check_marks(right: Any, count: int) -> tuple[bool | None, ...]:
     """A mark for each sample."""
     marks = [None] * count if right is None else list(right)
     if len(marks) != count:
-        raise ValueError(f"right has one mark for each text; got {len(marks)} for {count}.")
+        raise refused(f"right has one mark for each text; got {len(marks)} for {count}.", right="does_not_fit")
     for i, mark in enumerate(marks):
         if not (mark is None or isinstance(mark, bool | np.bool_)):
-            raise ValueError(f"right holds True, False, or None for what is not known; number {i} is {mark!r}.")
+            rule = f"right holds True, False, or None for what is not known; number {i} is {mark!r}."
+            raise refused(rule, right="wrong_type")
     return tuple(None if mark is None else bool(mark) for mark in marks)
 
 

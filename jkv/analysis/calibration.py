@@ -9,7 +9,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jkv.checkpoints.tokenizer import encode_whole
-from jkv.checks import check_counts, shown
+from jkv.checks import check_counts, need_tokenizer
+from jkv.errors import refused
 from jkv.eviction.calibration import QueryMoments, QueryStatistics, identity_of
 from jkv.model import decoder
 from jkv.model.params import Model, Params
@@ -43,7 +44,7 @@ def calibrate(model: Model, texts: str | Sequence[Any], tokens: int = MOST_TOKEN
         wide = jax.tree.map(lambda x: np.asarray(x, np.float64), found)
         sums, count = wide if sums is None else jax.tree.map(np.add, sums, wide), count + len(piece)
     if sums is None:
-        raise ValueError("Calibration needs at least one token of text; got none. Pass a text.")
+        raise refused("Calibration needs at least one token of text; got none. Pass a text.", texts="missing")
     moments = jax.tree.map(lambda x: (x / count).astype(np.float32), sums)
     return QueryStatistics(moments, identity_of(model) | {"tokens": str(count)})
 
@@ -58,8 +59,7 @@ def pieces(model: Model, texts: Sequence[Any]) -> Iterator[np.ndarray]:
     size = min(PIECE, model.config.max_positions)
     for text in texts:
         if isinstance(text, str):
-            if model.tokenizer is None:
-                raise ValueError(f"Text needs a model with a tokenizer; got {shown(text)}. Pass token ids.")
+            need_tokenizer(model.tokenizer, "One of the texts is a string", "Pass token ids.")
             text = encode_whole(model.tokenizer, text)
         ids = np.asarray(text)
         if ids.size:

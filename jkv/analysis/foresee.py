@@ -16,8 +16,9 @@ from jaxtyping import Array, Float, Int
 from jkv.analysis.calibration import is_one
 from jkv.analysis.recall import padded, queries_keys_values, received_so_far, sinks_of
 from jkv.checkpoints.tokenizer import encode_whole
-from jkv.checks import check_counts, size
+from jkv.checks import check_counts, need_tokenizer, size
 from jkv.engine.memory import free_bytes
+from jkv.errors import refused
 from jkv.eviction.calibration import identity_of
 from jkv.limits import check_numbers
 from jkv.model.params import Model, ModelConfig
@@ -82,7 +83,8 @@ def foresee(
     shortest = (FIRST + 1) * STRIDE
     sequences = [sequence for sequence in sequences if len(sequence) >= shortest]
     if not sequences:
-        raise ValueError(f"Foresight is trained on texts of at least {shortest} tokens; got none. Pass longer ones.")
+        rule = f"Foresight is trained on texts of at least {shortest} tokens; got none. Pass longer ones."
+        raise refused(rule, texts="does_not_fit")
     check_memory(model.config, sequences)
     moments = watch(model, sequences, power)
     rope = jax.tree.map(jnp.asarray, rope_of(model.config))
@@ -101,7 +103,8 @@ def longest_age(sequences: Sequence[np.ndarray]) -> float:
 def seen_inputs(config: ModelConfig, without: Sequence[str]) -> Float[np.ndarray, " F"]:
     """1 for each number that the networks see of a slot, 0 for the numbers of inputs that are left out."""
     if unknown := sorted(set(without) - set(INPUTS)):
-        raise ValueError(f"Foresight reads {', '.join(INPUTS)}; it cannot do without {', '.join(map(repr, unknown))}.")
+        rule = f"Foresight reads {', '.join(INPUTS)}; it cannot do without {', '.join(map(repr, unknown))}."
+        raise refused(rule, without="unknown_name")
     sizes = dict(zip(INPUTS, (config.head_size, config.head_size, len(AGES)), strict=True))
     return np.concatenate([np.full(size, name not in without, np.float32) for name, size in sizes.items()])
 
@@ -109,8 +112,7 @@ def seen_inputs(config: ModelConfig, without: Sequence[str]) -> Float[np.ndarray
 def encode(model: Model, text: Any) -> np.ndarray:
     """The token ids of a text."""
     if isinstance(text, str):
-        if model.tokenizer is None:
-            raise ValueError("Text needs a model with a tokenizer; this one has none. Pass token ids.")
+        need_tokenizer(model.tokenizer, "One of the texts is a string", "Pass token ids.")
         text = encode_whole(model.tokenizer, text)
     ids = np.asarray(text, np.int32)
     check_tokens(model.params, ids, [])
@@ -128,10 +130,11 @@ def check_memory(config: ModelConfig, sequences: Sequence[np.ndarray]) -> None:
     needed, free = 2 * len(sequences) * each + one_layer, free_bytes(jax.devices("cpu")[0], 1.0)
     if needed > free:
         heads = config.num_paged_layers * config.num_kv_heads
-        raise ValueError(
+        raise refused(
             f"Texts of {width} tokens, with their keys, values and reads in {heads} layer-heads, take {size(each)} each, twice "
             f"while they are copied, and {size(one_layer)} for one layer's attention: {size(needed)} for {len(sequences)} of "
-            f"them; {size(free)} are free. Pass fewer, or shorter ones."
+            f"them; {size(free)} are free. Pass fewer, or shorter ones.",
+            texts="does_not_fit",
         )
 
 

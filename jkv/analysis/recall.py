@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from jkv.cache.attention import OPEN_END
 from jkv.engine.results import complete
+from jkv.errors import refused
 from jkv.eviction import Policy
 from jkv.eviction.calibration import identity_of
 from jkv.eviction.scores import attention
@@ -109,7 +110,8 @@ def recall(
       ValueError: no texts, or one without a continuation.
     """
     if not texts or not all(len(prompt) and len(rest) for prompt, rest in texts):
-        raise ValueError("Recall needs texts, each with a prompt and tokens that follow; got none, or an empty one.")
+        rule = "Recall needs texts, each with a prompt and tokens that follow; got none, or an empty one."
+        raise refused(rule, texts="missing")
     dense, *runs = [decode(model, texts, policy, settings) for policy in (full(), *policies)]
     budgets = sorted({run.budget for run in runs if run.budget is not None})
     ends: dict[int, list[Any]] = {budget: [] for budget in budgets}

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jkv.analysis.steering_vectors import thoughts
+from jkv.errors import refused
 from jkv.reasoning.sentences import ENDS, ends_of
 from jkv.reasoning.steering import is_check, label
 from jkv.reasoning.thoughts import SENTENCE, Filter, FilterStats, ThoughtFinder, make_index, sentence_encoder
@@ -110,9 +111,10 @@ def make_reader(texts: Sequence[str], tokenizer: Any, encoder: Any) -> Reader:
     facts = facts_of(tokenizer, max([len(tokenizer), *(token + 1 for token in vocabulary.values())]))
     marked = any(mark in text for text in texts for mark in (THINK, END_OF_THINKING))
     if marked and (facts.think < 0).any():
-        raise ValueError(
+        raise refused(
             f"The texts mark their thinking with {THINK} and {END_OF_THINKING}, which must be one token each; in this "
-            "tokenizer they are not. Give that of the model that wrote the texts, or none: then words are counted."
+            "tokenizer they are not. Give that of the model that wrote the texts, or none: then words are counted.",
+            tokenizer="unsupported",
         )
     return Reader(tokenizer, facts, encoder)
 
@@ -121,9 +123,10 @@ def check_encoder(encoder: Any) -> None:
     """Refuses an encoder that needs a model."""
     Filter(encoder=encoder)
     if encoder == "embedding":
-        raise ValueError(
+        raise refused(
             "encoder='embedding' is a table of a model, and a set of traces has none. Take 'tokens', 'sentence:<model>', or a "
-            "function from text to a vector."
+            "function from text to a vector.",
+            encoder="unsupported",
         )
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jkv.errors import refused
 from jkv.model import decoder
 from jkv.model.params import Model, Params
 from jkv.reasoning.steering import SteeringVector, label, marks_of
@@ -42,7 +43,8 @@ def extract(model: Model, prompts: Sequence[Any], completions: Sequence[Any]) ->
         sums += np.asarray(class_sums(model.params, jnp.asarray(padded), jnp.asarray(indicator)), np.float64)
     found = dict(zip(KINDS, map(str, counts.tolist()), strict=True))
     if counts[:2].sum() == 0 or counts[2] == 0:
-        raise ValueError(f"Extraction needs thoughts that check or switch, and others; got {found}. Use more or longer traces.")
+        rule = f"Extraction needs thoughts that check or switch, and others; got {found}. Use more or longer traces."
+        raise refused(rule, prompts="invalid")
     vector = sums[:, :2].sum(axis=1) / counts[:2].sum() - sums[:, 2] / counts[2]
     return SteeringVector(vector.astype(np.float32), {"model": model.name, "traces": str(len(prompts))} | found)
 

@@ -16,6 +16,7 @@ from jkv.bench.rounds import GREEDY, in_turns
 from jkv.engine.engine import Engine
 from jkv.engine.results import complete
 from jkv.engine.stats import RunStats
+from jkv.errors import refused
 from jkv.eviction import Policy
 from jkv.model.params import Model
 from jkv.reports import Report, digits, footnote, markdown
@@ -40,9 +41,8 @@ def measure(
       ValueError: requests longer than the model's positions.
     """
     if prompt + new_tokens > model.config.max_positions:
-        raise ValueError(
-            f"{prompt} + {new_tokens} tokens must fit the model's {model.config.max_positions} positions. Lower them."
-        )
+        rule = f"{prompt} + {new_tokens} tokens must fit the model's {model.config.max_positions} positions. Lower them."
+        raise refused(rule, new_tokens="does_not_fit")
     records = []
     for batch in batches:
         for chunk in chunks:

@@ -18,6 +18,7 @@ from jkv.bench.rounds import GREEDY, in_turns, median_and_spread, timer
 from jkv.engine.engine import Engine
 from jkv.engine.memory import num_row_pages, page_bytes
 from jkv.engine.scheduler import CHUNKS
+from jkv.errors import refused
 from jkv.eviction import Policy
 from jkv.model.params import Model
 from jkv.policies import make
@@ -143,9 +144,10 @@ def measure(
       ValueError: so few requests that a pool of their size holds not one of them.
     """
     if min(pools) * requests < (PROMPT + NEW_TOKENS) * REQUESTS:
-        raise ValueError(
+        raise refused(
             f"The tightest pool must hold a request: {min(pools):,} tokens for {REQUESTS} requests of {PROMPT + NEW_TOKENS} "
-            f"are less than one for {requests}. Ask for at least {-(-(PROMPT + NEW_TOKENS) * REQUESTS // min(pools))} requests."
+            f"are less than one for {requests}. Ask for {-(-(PROMPT + NEW_TOKENS) * REQUESTS // min(pools))} requests.",
+            pools="does_not_fit",
         )
     prompt, new_tokens = round(PROMPT / scale), round(NEW_TOKENS / scale)
     chosen = {name: scaled_policy(name, scale) for name in dict.fromkeys(["full", *policies])}

@@ -39,6 +39,7 @@ from jkv.checkpoints.json_files import (
     printable,
     shown,
 )
+from jkv.errors import refused
 from jkv.model.params import ModelConfig, RopeScaling
 
 COUNT = integer(1, MAX_EXPERTS)
@@ -213,7 +214,8 @@ def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:
     layers = fields["num_hidden_layers"]
     for name in ("layer_types", *(["no_rope_layers"] if family.has_layers_without_rope else [])):
         if (count := len(fields.get(name) or [])) not in (0, layers):
-            raise ValueError(f"{where}: {name} must have an entry for each of the {layers} layers, got {count}. {CORRECT}")
+            rule = f"{where}: {name} must have an entry for each of the {layers} layers, got {count}. {CORRECT}"
+            raise refused(rule, **{name: "does_not_fit"})
     from huggingface_hub.errors import StrictDataclassError
 
     # Only known fields are passed on: transformers builds lists and objects of others, of any size.
@@ -222,19 +224,20 @@ def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:
     try:
         config: Any = transformers().AutoConfig.for_model(family.config_type or family.name, **known)
     except (StrictDataclassError, ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{where}: must be a valid {family.name} configuration: {printable(error)}. Correct it or download it again."
-        ) from error
+        rule = f"{where}: must be a valid {family.name} configuration: {printable(error)}. Correct it or download it again."
+        raise refused(rule, file="invalid") from error
     config.allow_global_per_layer_attribute_access = True  # to the heads that `Family.reads` completes
     if "num_key_value_heads" not in fields and config.num_key_value_heads != config.num_attention_heads:
-        raise ValueError(f"{where}: num_key_value_heads must be {RULES['num_key_value_heads'].wanted}, got none. {CORRECT}")
+        rule = f"{where}: num_key_value_heads must be {RULES['num_key_value_heads'].wanted}, got none. {CORRECT}"
+        raise refused(rule, num_key_value_heads="missing")
     of_windows = config.rope_parameters[WINDOWED] if family.has_rope_by_kind else None
     rope = config.rope_parameters[FULL] if family.has_rope_by_kind else config.rope_parameters
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     share = (rope.get("partial_rotary_factor") or 1.0) if family.has_partial_rotary else 1.0
     rotary_size = int(head_size * share)
     if rotary_size % 2 or not rotary_size:
-        raise ValueError(f"{where}: the rotary size must be positive and even, got {rotary_size} of {head_size=}. {advice()}")
+        rule = f"{where}: the rotary size must be positive and even, got {rotary_size} of {head_size=}. {advice()}"
+        raise refused(rule, rotary_size="out_of_range")
     scaling = parse_rope(rope, rotary_size, config.max_position_embeddings, where)
     positions = most_positions(config, scaling)
     windows = window_layers(config, family, positions)
@@ -269,11 +272,12 @@ def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:
     try:
         found = dataclasses.replace(found, **{**family.switches, **family.reads(config)})
     except ValueError as error:
-        raise ValueError(f"{where}: {error}. {advice()}") from None
+        raise refused(f"{where}: {error}. {advice()}", file="invalid") from None
     if found.num_query_heads % found.num_kv_heads:
-        raise ValueError(
+        raise refused(
             f"{where}: query heads must be a multiple of KV heads in layers with full attention too, got "
-            f"{found.num_query_heads} and {found.num_kv_heads}. {advice()}"
+            f"{found.num_query_heads} and {found.num_kv_heads}. {advice()}",
+            num_key_value_heads="invalid",
         )
     return found
 
@@ -304,9 +308,10 @@ def check_known(fields: Mapping[str, Any], family: Family, rules: Mapping[str, R
         return
     unknown = sorted(fields.keys() - rules.keys() - NAMES.keys() - MEANINGLESS - family.ignored_fields)
     if unknown:
-        raise ValueError(
+        raise refused(
             f"{where}: every field must be known for {family.architecture}, got also {shown(unknown)}. Remove what has no "
-            "effect, or choose a checkpoint without it."
+            "effect, or choose a checkpoint without it.",
+            **{unknown[0]: "unknown_name"},
         )
 
 
@@ -329,11 +334,13 @@ def check_family(fields: Mapping[str, Any], where: str) -> Family:
     name, architectures = fields.get("model_type"), fields.get("architectures") or []
     family = FAMILIES.get(name or "")
     if family is None or any(architecture != family.architecture for architecture in architectures):
-        raise ValueError(f"{where}: the architecture must be supported, got {architectures} of model_type {name!r}. {advice()}")
+        rule = f"{where}: the architecture must be supported, got {architectures} of model_type {name!r}. {advice()}"
+        raise refused(rule, architectures="unsupported")
     quantised = fields.get("quantization_config") or fields.get("compression_config")
     method = quantised.get("quant_method", "unknown") if quantised else None
     if quantised and not (family.reads_mxfp4 and method == "mxfp4"):
-        raise ValueError(f"{where}: weights must not be quantised, got quantization_config with method {method!r}. {advice()}")
+        rule = f"{where}: weights must not be quantised, got quantization_config with method {method!r}. {advice()}"
+        raise refused(rule, quantization_config="unsupported")
     return family
 
 
@@ -371,7 +378,7 @@ def check_features(config: Any, family: Family, limit: int, windows: tuple[int, 
     )
     for holds, rule in (*rules, *check_experts(config, family)):
         if not holds:
-            raise ValueError(f"{where}: {rule}. {advice()}")
+            raise refused(f"{where}: {rule}. {advice()}", file="unsupported")
 
 
 def ropes_in(fields: Mapping[str, Any], where: str, is_by_kind: bool) -> dict[str, Mapping[str, Any]]:
@@ -380,13 +387,15 @@ def ropes_in(fields: Mapping[str, Any], where: str, is_by_kind: bool) -> dict[st
     nested = given.get("rope_parameters", {})
     if not (is_by_kind and nested.keys() & {FULL, WINDOWED}):
         if len(given) > 1 and given["rope_parameters"] != given["rope_scaling"]:
-            raise ValueError(f"{where}: rope_parameters and rope_scaling must be the same, got two that differ. {CORRECT}")
+            rule = f"{where}: rope_parameters and rope_scaling must be the same, got two that differ. {CORRECT}"
+            raise refused(rule, rope_parameters="conflict")
         return given
     odd = [kind for kind, rope in nested.items() if kind not in (FULL, WINDOWED) or not isinstance(rope, dict)]
     if odd or len(given) > 1:
-        raise ValueError(
+        raise refused(
             f"{where}: rope_parameters must have an object for {FULL} and one for {WINDOWED}, and no rope_scaling beside them, "
-            f"got {shown([*odd, *given])}. {CORRECT}"
+            f"got {shown([*odd, *given])}. {CORRECT}",
+            rope_parameters="invalid",
         )
     return {f"rope_parameters: {kind}": rope for kind, rope in nested.items()}
 
@@ -400,7 +409,8 @@ def check_rope(
         inside = f"{where}: {name}"
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in tuple(kinds):  # which may be no string
-            raise ValueError(f"{inside}: the RoPE type must be one of {', '.join(kinds)}, got {shown(kind)}. {advice()}")
+            message = f"{inside}: the RoPE type must be one of {', '.join(kinds)}, got {shown(kind)}. {advice()}"
+            raise refused(message, rope_parameters="unsupported")
         used = {*ROPE_FIELDS[kind].values(), *GROWTH.get(kind, ())}
         needed = [field for field in ROPE_FIELDS[kind].values() if field not in DEFAULTED and kind != PROPORTIONAL]
         check_fields(
@@ -426,7 +436,7 @@ def check_rope(
         )
         for holds, rule in rules:
             if not holds:
-                raise ValueError(f"{inside}: {rule}. {CORRECT}")
+                raise refused(f"{inside}: {rule}. {CORRECT}", rope_parameters="invalid")
 
 
 def original_of_rope(fields: Mapping[str, Any]) -> dict[str, int]:
@@ -441,7 +451,8 @@ def parse_rope(rope: Mapping[str, Any], num_rotated: int, positions: int, where:
     """The RoPE scaling of a checkpoint's `rope_parameters`, for so many rotated channels and `max_position_embeddings`."""
     kind = rope.get("rope_type", "default")
     if kind not in ROPE_FIELDS:
-        raise ValueError(f"{where}: the RoPE type must be one of {', '.join(ROPE_FIELDS)}, got {kind!r}. {advice()}")
+        rule = f"{where}: the RoPE type must be one of {', '.join(ROPE_FIELDS)}, got {kind!r}. {advice()}"
+        raise refused(rule, rope_parameters="unsupported")
     given = {field: rope[name] for field, name in ROPE_FIELDS[kind].items() if rope.get(name) is not None}
     given = {field: float(value) if type(value) is int and field != ORIGINAL else value for field, value in given.items()}
     if kind == "yarn":
@@ -450,9 +461,10 @@ def parse_rope(rope: Mapping[str, Any], num_rotated: int, positions: int, where:
         for field in ("short_factor", "long_factor"):
             given[field] = tuple(map(float, given[field]))
             if len(given[field]) != num_rotated // 2:
-                raise ValueError(
+                raise refused(
                     f"{where}: {field} must have a number for each of the {num_rotated // 2} rotated pairs of channels, got "
-                    f"{len(given[field])}. {CORRECT}"
+                    f"{len(given[field])}. {CORRECT}",
+                    rope_parameters="does_not_fit",
                 )
         given.setdefault("attention_factor", longrope_attention_factor(rope, positions))
     return RopeScaling(kind, **given)
@@ -558,9 +570,10 @@ def text_fields(fields: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     check_fields(fields, OUTER | {"architectures": of_class}, where, ["text_config"])
     unknown = sorted(fields.keys() - OUTER.keys() - MEANINGLESS - whole.ignored_fields)
     if unknown:
-        raise ValueError(
+        raise refused(
             f"{where}: every field must be known for {whole.architecture}, got also {shown(unknown)}. Remove what has no "
-            "effect, or choose a checkpoint without it."
+            "effect, or choose a checkpoint without it.",
+            **{unknown[0]: "unknown_name"},
         )
     text = dict(fields["text_config"])
     check_fields(text, {"model_type": Rule(repr(name), lambda value: value == name)}, f"{where}: text_config")
@@ -568,7 +581,8 @@ def text_fields(fields: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     outer = {field: fields[field] for field in KEPT if field in fields}
     unequal = [field for field in outer if text.get(field) not in (None, outer[field])]
     if "tie_word_embeddings" in unequal:
-        raise ValueError(f"{where}: tie_word_embeddings must be the same in text_config, got another value there. {CORRECT}")
+        rule = f"{where}: tie_word_embeddings must be the same in text_config, got another value there. {CORRECT}"
+        raise refused(rule, tie_word_embeddings="conflict")
     return text | outer | {"model_type": name, "architectures": [family.architecture]}
 
 
@@ -588,6 +602,7 @@ def text_tensors(names: Iterable[str], family: Family, where: str) -> dict[str, 
         prefix = max((prefix for prefix in family.multimodal.prefixes if name.startswith(prefix)), key=len, default="")
         own = family.multimodal.prefixes.get(prefix, "") + name.removeprefix(prefix)
         if own in found:
-            raise ValueError(f"{where} must have one tensor {own}, got {found[own]} and {name}. Remove either.")
+            rule = f"{where} must have one tensor {own}, got {found[own]} and {name}. Remove either."
+            raise refused(rule, tensors="conflict")
         found[own] = name
     return found

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from jkv.checkpoints.json_files import printable
+from jkv.errors import refused
 
 SECONDS = 5.0  # for one conversation; real templates take less than a millisecond
 START = 120.0  # seconds for the imports of the process on a busy machine
@@ -125,7 +126,8 @@ class ChatRenderer:
         reply = self.read_reply(START)
         if "missing" in reply:
             self.close()
-            raise ValueError(f"A chat template needs jinja2: {reply['missing']}. Run: pip install jinja2.")
+            rule = f"A chat template needs jinja2: {reply['missing']}. Run: pip install jinja2."
+            raise refused(rule, chat_template="unsupported")
 
     def read_reply(self, seconds: float) -> dict[str, Any]:
         """The next reply of the process. Kills it if there is none in time."""

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from jkv.checkpoints.chat_template import OWN, USER, ChatText
 from jkv.checks import shown
+from jkv.errors import refused
 
 SIGN = re.compile(r"[<>\[\]{}|\uff5c]")  # without which an added token is a word
 HTML = re.compile(
@@ -79,9 +80,10 @@ def own_of(
 ) -> list[Place]:
     """The control tokens that the template wrote, where a text has others too."""
     if any(USER not in origin for origin in origins - {OURS}):
-        raise ValueError(
+        raise refused(
             "A chat template must make control tokens of its own text, or by +, ~, join and the like; this one makes one by an "
-            f"operation that hides whether it is the template's or a user's. {REMEDY}"
+            f"operation that hides whether it is the template's or a user's. {REMEDY}",
+            chat_template="unsupported",
         )
     if any(OWN in origin for origin in origins - {OURS}):  # one that begins in a user's text may hide one of the template
         found = places_of_own(backend, text, control)
@@ -100,9 +102,10 @@ def check_marks(text: ChatText, control: Iterable[str]) -> None:
     for mark in filter(None, control):
         for found in re.finditer(re.escape(mark), text):
             if frozenset(text.marks[found.start() : found.end()]) != OURS:
-                raise ValueError(
+                raise refused(
                     "Messages must not hold the text of control tokens where the tokenizer is none of the tokenizers library; "
-                    f"got {shown(mark)}. Remove it. {REMEDY}"
+                    f"got {shown(mark)}. Remove it. {REMEDY}",
+                    messages="unsupported",
                 )
 
 
@@ -148,9 +151,10 @@ def twin_encoding(backend: Any, text: ChatText, own: Sequence[Place], control: M
         last = place.end
     encoding = twin.tokenizer.encode("".join([*parts, text[last:]]), add_special_tokens=False)
     if Counter(place.token for place in own) - Counter(encoding.ids):
-        raise ValueError(
+        raise refused(
             "The tokenizer must find each control token wherever the template writes it; it finds one depending on the text "
-            f"around it, and a message has the text of control tokens. Remove that. {REMEDY}"
+            f"around it, and a message has the text of control tokens. Remove that. {REMEDY}",
+            chat_template="unsupported",
         )
     return encoding
 

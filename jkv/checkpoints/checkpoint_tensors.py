@@ -22,6 +22,7 @@ from jaxtyping import Float, UInt8
 from jkv.checkpoints.families import find_family
 from jkv.checkpoints.family import Family, field_of
 from jkv.checkpoints.json_files import AGAIN, OBJECT, Rule, check_fields, find_file, parse_object, read_json, shown
+from jkv.errors import refused
 from jkv.model.eight_bits import code_axis
 from jkv.model.params import ModelConfig
 from jkv.model.weight_shapes import leaf_name, weight_shapes
@@ -70,18 +71,21 @@ def list_files(folder: Path) -> list[Path]:
     single, index = find_file(folder / "model.safetensors"), find_file(folder / INDEX)
     shards = sorted({folder / name for name in read_index(index).values()}) if index else []
     if single and (shards or [single]) != [single]:
-        raise ValueError(
+        raise refused(
             f"{folder} must contain model.safetensors or {INDEX}; it has both, and the index names {shards[0].name}. Remove "
-            "the one that is not of this model."
+            "the one that is not of this model.",
+            folder="conflict",
         )
     if not single and not index:
-        raise ValueError(
+        raise refused(
             f"{folder} must contain model.safetensors or {INDEX}; it has neither. Download the weights, or convert older ones "
-            "with save_pretrained of transformers."
+            "with save_pretrained of transformers.",
+            folder="not_found",
         )
     missing = [file.name for file in shards if find_file(file) is None]
     if missing:
-        raise ValueError(f"{folder} must contain every shard of {INDEX}; missing: {', '.join(missing)}. Download them.")
+        rule = f"{folder} must contain every shard of {INDEX}; missing: {', '.join(missing)}. Download them."
+        raise refused(rule, folder="not_found")
     return [single] if single else shards
 
 
@@ -89,12 +93,14 @@ def read_index(index: Path) -> dict[str, str]:
     """The file of each tensor, by the name of the tensor."""
     shards = read_json(index).get("weight_map")
     if not isinstance(shards, dict) or not shards:
-        raise ValueError(f"{index} must name the shard of each tensor in 'weight_map', got {shown(shards)}. {AGAIN}")
+        rule = f"{index} must name the shard of each tensor in 'weight_map', got {shown(shards)}. {AGAIN}"
+        raise refused(rule, weight_map="invalid")
     for name, file in shards.items():
         if not (isinstance(file, str) and re.fullmatch(r"\w[\w.+-]*\.safetensors", file)):
-            raise ValueError(
+            raise refused(
                 f"{index}: weight_map must name files of its own folder that end with .safetensors, got {shown(file)} for "
-                f"{shown(name)}. {AGAIN}"
+                f"{shown(name)}. {AGAIN}",
+                weight_map="invalid",
             )
     return shards
 
@@ -108,16 +114,18 @@ def list_tensors(files: list[Path]) -> dict[str, Stored]:
     for file in files:
         for name, tensor in read_header(file).items():
             if name in stored:
-                raise ValueError(
+                raise refused(
                     f"{file}: {name} must lie in one file, got it also in {stored[name].file.name}. Remove the file "
-                    "that is not of this model."
+                    "that is not of this model.",
+                    **{name: "conflict"},
                 )
             stored[name] = tensor
     index = find_file(files[0].parent / INDEX)
     for name, shard in read_index(index).items() if index else ():
         if name not in stored or stored[name].file.name != shard:
             found = f"it in {stored[name].file.name}" if name in stored else "it in none"
-            raise ValueError(f"{index}: {shown(name)} must lie in {shard}, got {found}. Use the index of these shards.")
+            rule = f"{index}: {shown(name)} must lie in {shard}, got {found}. Use the index of these shards."
+            raise refused(rule, weight_map="invalid")
     return stored
 
 
@@ -125,33 +133,34 @@ def read_header(file: Path) -> dict[str, Stored]:
     """The tensors of a safetensors file, whose data must fill the file without gaps or overlaps."""
     rule = f"{file} must be a safetensors file"
     if find_file(file) is None:
-        raise ValueError(f"{rule}; there is none. Download it.")
+        raise refused(f"{rule}; there is none. Download it.", file="not_found")
     try:
         with open(file, "rb") as stream:
             size, start = os.fstat(stream.fileno()).st_size, stream.read(8)
             length = int.from_bytes(start, "little")
             if len(start) < 8 or length > min(MAX_HEADER, size - 8):
-                raise ValueError(
-                    f"{rule}, with a header of at most {MAX_HEADER:,} bytes; got {length:,} in a file of {size:,}. {AGAIN}"
+                raise refused(
+                    f"{rule}, with a header of at most {MAX_HEADER:,} bytes; got {length:,} in a file of {size:,}. {AGAIN}",
+                    file="invalid",
                 )
             header = parse_object(stream.read(length), f"{file}: the header")
     except OSError as error:
-        raise ValueError(f"{rule}: {error}. {AGAIN}") from error
+        raise refused(f"{rule}: {error}. {AGAIN}", file="invalid") from error
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError(f"{rule}, whose __metadata__ has strings alone; got {shown(metadata)}. {AGAIN}")
+        raise refused(f"{rule}, whose __metadata__ has strings alone; got {shown(metadata)}. {AGAIN}", file="invalid")
     if odd := [name for name in header if len(name) > MAX_NAME or not name.isprintable()]:
-        raise ValueError(
-            f"{rule}, whose names are printable and have at most {MAX_NAME} characters; got {shown(odd[0])}. {AGAIN}"
-        )
+        message = f"{rule}, whose names are printable and have at most {MAX_NAME} characters; got {shown(odd[0])}. {AGAIN}"
+        raise refused(message, file="invalid")
     check_fields(header, dict.fromkeys(header, OBJECT), f"{rule}: the header")
     spans = sorted(check_tensor(header[name], f"{rule}: {name}") for name in header)
     ends = [(0, 0), *spans, (size - 8 - length,) * 2]
     for (_, end), (begin, _) in pairwise(ends):
         if begin != end:
-            raise ValueError(
+            raise refused(
                 f"{rule}, whose tensors fill its {size - 8 - length:,} bytes of data without gaps and overlaps; got an end "
-                f"at byte {end:,} and the next begin at {begin:,}. {AGAIN}"
+                f"at byte {end:,} and the next begin at {begin:,}. {AGAIN}",
+                file="invalid",
             )
     return {name: Stored(file, tuple(header[name]["shape"]), header[name]["dtype"]) for name in header}
 
@@ -163,7 +172,8 @@ def check_tensor(fields: dict[str, Any], where: str) -> tuple[int, int]:
     begin, end = offsets if len(offsets) == 2 else (0, -1)
     width = BYTES.get(dtype)
     if end < begin or (width is not None and end - begin != width * math.prod(shape)):
-        raise ValueError(f"{where}: data_offsets must span {dtype} of shape {tuple(shape)}, got {offsets}. {AGAIN}")
+        rule = f"{where}: data_offsets must span {dtype} of shape {tuple(shape)}, got {offsets}. {AGAIN}"
+        raise refused(rule, data_offsets="invalid")
     return begin, end
 
 
@@ -203,14 +213,17 @@ def with_mxfp4(stored: Mapping[str, Stored]) -> dict[str, Stored]:
         blocks, scales = found.pop(name + BLOCKS), found.pop(name + SCALES, None)
         where = f"{blocks.file}: {name}{BLOCKS}"
         if scales is None:
-            raise ValueError(f"{where} must have its {SCALES.removeprefix('_')}; missing. Download the checkpoint again.")
+            rule = f"{where} must have its {SCALES.removeprefix('_')}; missing. Download the checkpoint again."
+            raise refused(rule, file="missing")
         if blocks.dtype != "U8" or scales.dtype != "U8" or len(blocks.shape) < 3 or blocks.shape[-1] != BLOCK_BYTES:
             got = f"{blocks.dtype} of shape {blocks.shape} with scales of {scales.dtype}"
-            raise ValueError(f"{where} must be bytes, in blocks of {BLOCK_BYTES}, got {got}. Download the checkpoint again.")
+            rule = f"{where} must be bytes, in blocks of {BLOCK_BYTES}, got {got}. Download the checkpoint again."
+            raise refused(rule, file="wrong_type")
         if scales.shape != blocks.shape[:-1]:
-            raise ValueError(
+            raise refused(
                 f"{where} must have a scale for each block, {blocks.shape[:-1]}, got {scales.shape}. Download the checkpoint "
-                "again."
+                "again.",
+                file="does_not_fit",
             )
         *rows, num_blocks, _ = blocks.shape
         shape = *rows[:-1], num_blocks * 2 * BLOCK_BYTES, rows[-1]
@@ -313,22 +326,26 @@ def check_tensors(wanted: Mapping[str, list[Part]], stored: Mapping[str, Stored]
     missing = [name for name in wanted if name not in stored]
     if missing:
         hint = " (or set tie_word_embeddings to true, if they are tied)" if unembedding in missing else ""
-        raise ValueError(f"{files} must contain {list_some(missing)}; missing. Download the checkpoint again{hint}.")
+        rule = f"{files} must contain {list_some(missing)}; missing. Download the checkpoint again{hint}."
+        raise refused(rule, file="missing")
     for name, parts in wanted.items():
         file, shape, dtype = stored[name]
         if shape != stacked_shape(parts):
-            raise ValueError(f"{file}: {name} must have shape {stacked_shape(parts)}, got {shape}. Use its own config.json.")
+            rule = f"{file}: {name} must have shape {stacked_shape(parts)}, got {shape}. Use its own config.json."
+            raise refused(rule, **{name: "does_not_fit"})
         if dtype not in DTYPES and dtype != MXFP4:
-            raise ValueError(f"{file}: {name} must be one of {', '.join(DTYPES)}, got {dtype}. Convert the weights first.")
+            rule = f"{file}: {name} must be one of {', '.join(DTYPES)}, got {dtype}. Convert the weights first."
+            raise refused(rule, **{name: "unsupported"})
     redundant = {unembedding} if config.tie_embeddings else set()
     shares = range(config.num_owners, config.num_layers)  # layers whose own keys and values nothing reads
     redundant |= {family.tensor_of(f"layers.{i}.{field}") for i in shares for field in ("key", "value", "key_norm")}
     surplus = [name for name in stored.keys() - wanted.keys() - redundant if not name.endswith("rotary_emb.inv_freq")]
     surplus = [name for name in surplus if not family.is_prediction(name, config.num_layers, stored.keys())]
     if surplus:
-        raise ValueError(
+        raise refused(
             f"{files} must not contain {list_some(sorted(surplus))}: config.json defines no such weights. Use the config.json "
-            "of these weights."
+            "of these weights.",
+            file="conflict",
         )
 
 

@@ -20,6 +20,7 @@ from jkv.checkpoints.family import REQUIRED, RULES, Family
 from jkv.checkpoints.gguf_header import GgufHeader
 from jkv.checkpoints.json_files import AGAIN, CORRECT, check_fields, shown
 from jkv.checks import install
+from jkv.errors import refused
 from jkv.model.params import ModelConfig
 
 ARCHITECTURES = [name for name, family in FAMILIES.items() if family.is_read_from_gguf]  # llama.cpp has the same names
@@ -79,7 +80,8 @@ def find_gguf() -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise ValueError(f"GGUF files are read with gguf, which is not installed. Run: {install('gguf')}.") from error
+        rule = f"GGUF files are read with gguf, which is not installed. Run: {install('gguf')}."
+        raise refused(rule, file="unsupported") from error
     return gguf
 
 
@@ -91,14 +93,13 @@ def read_gguf_config(header: GgufHeader) -> ModelConfig:
     metadata, tensors, where = header.metadata, header.tensors, str(header.file)
     name = metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
-        raise ValueError(
-            f"{where}: general.architecture must be one of {', '.join(ARCHITECTURES)}, got {shown(name)}. {advice()}"
-        )
+        rule = f"{where}: general.architecture must be one of {', '.join(ARCHITECTURES)}, got {shown(name)}. {advice()}"
+        raise refused(rule, **{"general.architecture": "unsupported"})
     own = {field.removeprefix(f"{name}."): plain(value) for field, value in metadata.items() if field.startswith(f"{name}.")}
     check_fields(own, {field: RULES[known] for field, known in FIELDS.items()}, f"{where}: {name}", sorted(NEEDED))
     embedding = tensors.get(TENSORS["embedding"])
     if embedding is None or len(embedding.shape) != 2:
-        raise ValueError(f"{where} must contain {TENSORS['embedding']} with two axes, got {embedding}. {AGAIN}")
+        raise refused(f"{where} must contain {TENSORS['embedding']} with two axes, got {embedding}. {AGAIN}", file="invalid")
     check_features(own, f"{where}: {name}")
     fields: dict[str, Any] = {"rope_theta": 10_000.0} | {known: own[field] for field, known in FIELDS.items() if field in own}
     fields |= {
@@ -113,7 +114,8 @@ def read_gguf_config(header: GgufHeader) -> ModelConfig:
     if find_family(name).has_partial_rotary and rotated != width and type(rotated) is int:
         fields["partial_rotary_factor"] = rotated / width
     elif rotated != width:
-        raise ValueError(f"{where}: {name}.rope.dimension_count must be the head size {width}, got {shown(rotated)}. {CORRECT}")
+        rule = f"{where}: {name}.rope.dimension_count must be the head size {width}, got {shown(rotated)}. {CORRECT}"
+        raise refused(rule, **{"rope.dimension_count": "unsupported"})
     return parse_config(fields, where)
 
 
@@ -141,7 +143,7 @@ def check_features(own: Mapping[str, Any], where: str) -> None:
     )
     for holds, rule, field in rules:
         if not holds:
-            raise ValueError(f"{where}.{rule}, got {shown(own.get(field))}. {advice()}")
+            raise refused(f"{where}.{rule}, got {shown(own.get(field))}. {advice()}", file="unsupported")
 
 
 def rope_scaling(header: GgufHeader, own: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -149,12 +151,14 @@ def rope_scaling(header: GgufHeader, own: Mapping[str, Any], fields: Mapping[str
     kind = own.get("rope.scaling.type", "none")
     if FREQUENCIES in header.tensors:
         if kind != "none":
-            raise ValueError(f"{header.file}: {FREQUENCIES} must not be there with rope.scaling.type={shown(kind)}. {advice()}")
+            rule = f"{header.file}: {FREQUENCIES} must not be there with rope.scaling.type={shown(kind)}. {advice()}"
+            raise refused(rule, file="unsupported")
         return llama3_scaling(header, own, fields)
     if kind == "none":
         return None
     if kind != "linear":
-        raise ValueError(f"{header.file}: rope.scaling.type must be none or linear, got {shown(kind)}. {advice()}")
+        rule = f"{header.file}: rope.scaling.type must be none or linear, got {shown(kind)}. {advice()}"
+        raise refused(rule, **{"rope.scaling.type": "unsupported"})
     factor = own.get("rope.scaling.factor", own.get("rope.scale_linear"))
     return {"rope_type": "linear"} | ({} if factor is None else {"factor": factor})
 
@@ -164,7 +168,8 @@ def llama3_scaling(header: GgufHeader, own: Mapping[str, Any], fields: Mapping[s
     width = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
     tensor = header.tensors[FREQUENCIES]
     if tensor.shape != (width // 2,):
-        raise ValueError(f"{header.file}: {FREQUENCIES} must have shape {(width // 2,)}, got {tensor.shape}. {AGAIN}")
+        rule = f"{header.file}: {FREQUENCIES} must have shape {(width // 2,)}, got {tensor.shape}. {AGAIN}"
+        raise refused(rule, file="invalid")
     found = read_tensor(header, FREQUENCIES)
     if (found == 1).all():
         return None
@@ -176,9 +181,10 @@ def llama3_scaling(header: GgufHeader, own: Mapping[str, Any], fields: Mapping[s
     scaling = {"rope_type": "llama3", "factor": float(str(found.max())), **LLAMA3, "original_max_position_embeddings": length}
     expected = llama3_divisors(fields["rope_theta"], width, scaling["factor"], length)
     if not np.allclose(found, expected, rtol=1e-4, atol=0):
-        raise ValueError(
+        raise refused(
             f"{header.file}: {FREQUENCIES} must be the Llama 3 scaling of {length} positions with factors {LLAMA3}, got other "
-            f"divisors: {shown(found.tolist())}. {advice()}"
+            f"divisors: {shown(found.tolist())}. {advice()}",
+            file="unsupported",
         )
     return scaling
 
@@ -208,12 +214,13 @@ def check_gguf_tensors(header: GgufHeader, wanted: Mapping[str, tuple[int, ...]]
     """Refuses missing, unexpected and misshapen tensors, unknown quantisation, and data outside of the file."""
     where, tensors = str(header.file), header.tensors
     if missing := [name for name in wanted if name not in tensors]:
-        raise ValueError(f"{where} must contain {some(missing)}; missing. {AGAIN}")
+        raise refused(f"{where} must contain {some(missing)}; missing. {AGAIN}", file="missing")
     if surplus := sorted(tensors.keys() - wanted.keys() - {FREQUENCIES}):
-        raise ValueError(f"{where} must not contain {some(surplus)}, which its architecture does not use. {advice()}")
+        rule = f"{where} must not contain {some(surplus)}, which its architecture does not use. {advice()}"
+        raise refused(rule, file="unsupported")
     for name, shape in wanted.items():
         if tensors[name].shape != shape:
-            raise ValueError(f"{where}: {name} must have shape {shape}, got {tensors[name].shape}. {AGAIN}")
+            raise refused(f"{where}: {name} must have shape {shape}, got {tensors[name].shape}. {AGAIN}", file="does_not_fit")
     check_extents(header, tensors)
 
 
@@ -228,11 +235,11 @@ def check_extents(header: GgufHeader, names: Iterable[str]) -> None:
     last, before = 0, ""
     for begin, end, name in sorted(ends):
         if end > header.size:
-            raise ValueError(
-                f"{header.file}: {name} must end within the {header.size:,} bytes, got {end:,}: truncated. {AGAIN}"
-            )
+            rule = f"{header.file}: {name} must end within the {header.size:,} bytes, got {end:,}: truncated. {AGAIN}"
+            raise refused(rule, file="invalid")
         if begin < last:
-            raise ValueError(f"{header.file}: {name} must begin after {before}, at byte {last:,}; got {begin:,}. {AGAIN}")
+            rule = f"{header.file}: {name} must begin after {before}, at byte {last:,}; got {begin:,}. {AGAIN}"
+            raise refused(rule, file="invalid")
         last, before = end, name
 
 
@@ -241,9 +248,10 @@ def num_bytes(header: GgufHeader, name: str) -> int:
     tensor = header.tensors[name]
     weights, size = block_of(tensor.kind, f"{header.file}: {name}")
     if tensor.shape[-1] % weights:
-        raise ValueError(
+        raise refused(
             f"{header.file}: {name} must have rows of a multiple of {weights} weights, the block of its type; got "
-            f"{tensor.shape[-1]}. {AGAIN}"
+            f"{tensor.shape[-1]}. {AGAIN}",
+            file="invalid",
         )
     return math.prod(tensor.shape) // weights * size
 
@@ -257,9 +265,10 @@ def block_of(kind: int, where: str) -> tuple[int, int]:
         gguf.dequantize(np.zeros((1, size), np.uint8), known)
     except (ValueError, KeyError, NotImplementedError) as error:
         name = getattr(gguf.GGMLQuantizationType._value2member_map_.get(kind), "name", "an unknown type")
-        raise ValueError(
+        raise refused(
             f"{where} must be of a type that the package gguf dequantises, such as F16, BF16, Q8_0, Q4_0, Q4_K or Q6_K; got "
-            f"{name} ({kind}). Quantise the model again with llama-quantize, or upgrade gguf."
+            f"{name} ({kind}). Quantise the model again with llama-quantize, or upgrade gguf.",
+            file="unsupported",
         ) from error
     return weights, size
 
@@ -284,7 +293,7 @@ def read_tensor(header: GgufHeader, name: str) -> np.ndarray:
             target = values[first : first + rows]
             data = np.frombuffer(stream.read(row * len(target)), np.uint8)
             if data.size < row * len(target):
-                raise ValueError(f"{header.file} must not change while it is read; it became shorter. {AGAIN}")
+                raise refused(f"{header.file} must not change while it is read; it became shorter. {AGAIN}", file="invalid")
             with np.errstate(all="ignore"):  # numbers that are not finite are reported by whoever uses them
                 target[:] = gguf.dequantize(data.reshape(len(target), row), kind)
     return values.reshape(tensor.shape)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jkv.checkpoints.json_files import AGAIN, CORRECT, MAX_VALUES, find_file, shown
+from jkv.errors import refused
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -130,7 +131,7 @@ def read_header(file: Path) -> GgufHeader:
             size = os.fstat(stream.fileno()).st_size
             data = stream.read(MAX_HEADER)
     except OSError as error:
-        raise ValueError(f"{file} must be readable: {error}. {AGAIN}") from error
+        raise refused(f"{file} must be readable: {error}. {AGAIN}", file="invalid") from error
     cursor = Cursor(data, file)
     check_version(cursor)
     num_tensors = cursor.unpack("<Q", "the number of tensors")
@@ -149,14 +150,16 @@ def check_version(cursor: Cursor) -> None:
     cursor.at = 4
     version = cursor.unpack("<I", "the version")
     if version & 0xFFFF == 0:
-        raise ValueError(
+        raise refused(
             f"{cursor.file} must be a little-endian GGUF file, got a big-endian one of version {version >> 24}. Convert it "
-            "with gguf-convert-endian of the package gguf."
+            "with gguf-convert-endian of the package gguf.",
+            file="unsupported",
         )
     if version not in VERSIONS:
-        raise ValueError(
+        raise refused(
             f"{cursor.file} must be a GGUF file of version {' or '.join(map(str, VERSIONS))}, got version {version}. Convert "
-            "the model again with llama.cpp's convert_hf_to_gguf.py."
+            "the model again with llama.cpp's convert_hf_to_gguf.py.",
+            file="unsupported",
         )
 
 
@@ -175,9 +178,10 @@ def check_split(metadata: dict[str, Any], file: Path) -> None:
     """Refuses one part of a model that was split."""
     parts = metadata.get("split.count", 1)
     if parts not in (0, 1):
-        raise ValueError(
+        raise refused(
             f"{file}: split.count must be 1, a whole model in one file; got {shown(parts)}. Merge the parts with llama.cpp's "
-            "`llama-gguf-split --merge`, and pass that file."
+            "`llama-gguf-split --merge`, and pass that file.",
+            **{"split.count": "unsupported"},
         )
 
 
@@ -185,9 +189,10 @@ def read_table(cursor: Cursor, count: int, metadata: dict[str, Any], size: int) 
     """The tensors by name, each of which begins inside of the file."""
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 8 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
-        raise ValueError(
+        raise refused(
             f"{cursor.file}: general.alignment must be a power of two in [8, {MAX_ALIGNMENT}], got {shown(alignment)}. "
-            f"{CORRECT}"
+            f"{CORRECT}",
+            **{"general.alignment": "invalid"},
         )
     tensors: dict[str, GgufTensor] = {}
     for _ in range(count):

@@ -15,6 +15,7 @@ from jkv.checkpoints.gguf_header import GgufHeader
 from jkv.checkpoints.json_files import CORRECT, SWITCH, TEXT, Rule, check_fields, integer, shown
 from jkv.checkpoints.tokenizer import make_tokenizer
 from jkv.checkpoints.tokenizer_files import check_definition, check_settings, check_size, loading, measured
+from jkv.errors import refused
 from jkv.model.params import ModelConfig
 
 PREFIX = "tokenizer.ggml."
@@ -87,12 +88,14 @@ def read_gguf_tokenizer(header: GgufHeader, config: ModelConfig | None = None) -
     where, tokens = str(header.file), own["tokens"]
     check_size(len(tokens), f"in {where}", config)
     if len(set(tokens)) < len(tokens):
-        raise ValueError(f"{where}: {PREFIX}tokens must be distinct, got {len(tokens) - len(set(tokens))} twice. {CORRECT}")
+        rule = f"{where}: {PREFIX}tokens must be distinct, got {len(tokens) - len(set(tokens))} twice. {CORRECT}"
+        raise refused(rule, tokens="invalid")
     kinds = {"gpt2": byte_definition, "llama": sentencepiece_definition}
     if own["model"] not in kinds:
-        raise ValueError(
+        raise refused(
             f"{where}: {PREFIX}model must be one of {', '.join(kinds)}, got {shown(own['model'])}. Use the model's Hugging "
-            "Face folder."
+            "Face folder.",
+            model="unsupported",
         )
     definition = kinds[own["model"]](own, where)
     definition |= {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added_tokens(own, header)}
@@ -121,7 +124,8 @@ def tokenizer_fields(header: GgufHeader) -> dict[str, Any] | None:
     check_fields(fields, ids, where)
     for name in ("scores", "token_type"):
         if name in fields and len(fields[name]) != count:
-            raise ValueError(f"{where}: {name} must have {count} values, as tokens has; got {len(fields[name])}. {CORRECT}")
+            rule = f"{where}: {name} must have {count} values, as tokens has; got {len(fields[name])}. {CORRECT}"
+            raise refused(rule, **{name: "does_not_fit"})
     return fields | ({"token_type": fields["token_type"].tolist()} if "token_type" in fields else {})
 
 
@@ -142,9 +146,10 @@ def byte_definition(own: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The vocabulary, merges and pre-tokenizer of a byte-level BPE."""
     name = own.get("pre", "none")
     if name not in PRE_TOKENIZERS:
-        raise ValueError(
+        raise refused(
             f"{where}: {PREFIX}pre must be one of {', '.join(PRE_TOKENIZERS)}, got {shown(name)}. Use the model's Hugging Face "
-            "folder."
+            "folder.",
+            pre="unsupported",
         )
     model = {
         "type": "BPE",
@@ -197,7 +202,7 @@ def written_merges(own: Mapping[str, Any], where: str) -> list[list[str]]:
     for merge in own["merges"]:
         at = merge.find(" ", 1)
         if at < 1:
-            raise ValueError(f"{where}: {PREFIX}merges must be pairs of tokens, got {shown(merge)}. {CORRECT}")
+            raise refused(f"{where}: {PREFIX}merges must be pairs of tokens, got {shown(merge)}. {CORRECT}", merges="invalid")
         pairs.append([merge[:at], merge[at + 1 :]])
     return pairs
 
@@ -209,9 +214,10 @@ def derived_merges(own: Mapping[str, Any], where: str) -> list[list[str]]:
     vocab, found = vocabulary(own), []
     for token, score in zip(own["tokens"], own["scores"].tolist(), strict=True):
         if not math.isfinite(score):
-            raise ValueError(f"{inside}: scores must be finite, got {score} of {shown(token)}. {CORRECT}")
+            raise refused(f"{inside}: scores must be finite, got {score} of {shown(token)}. {CORRECT}", scores="out_of_range")
         if len(token) > MAX_PIECE:
-            raise ValueError(f"{inside}: tokens must have at most {MAX_PIECE} characters, got {shown(token)}. {CORRECT}")
+            rule = f"{inside}: tokens must have at most {MAX_PIECE} characters, got {shown(token)}. {CORRECT}"
+            raise refused(rule, tokens="too_long")
         pairs = [(token[:at], token[at:]) for at in range(1, len(token))]
         pairs = [pair for pair in pairs if pair[0] in vocab and pair[1] in vocab]
         found += [(-score, -len(left), -len(right), vocab[left], vocab[right], left, right) for left, right in pairs]

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+from jkv.errors import refused
+
 AGAIN = "The file is damaged, incomplete or a git-lfs pointer. Download or copy it again."
 CORRECT = "Correct the field, or download the file again."
 MAX_BYTES = 1 << 26  # the tokenizer.json of Gemma 3, with 262,144 tokens, has half of this
@@ -43,14 +45,16 @@ def find_file(file: Path, folder: Path | None = None) -> Path | None:
         root, target = Path(os.path.realpath(folder or file.parent)), Path(os.path.realpath(file, strict=True))
         is_regular = stat.S_ISREG(os.stat(target).st_mode)
     except OSError as error:
-        raise ValueError(f"{file} must be a readable file, got a broken link or no permission: {error}. {AGAIN}") from error
+        rule = f"{file} must be a readable file, got a broken link or no permission: {error}. {AGAIN}"
+        raise refused(rule, file="invalid") from error
     if not is_regular:
-        raise ValueError(f"{file} must be a regular file, got a folder, device, pipe or socket. Copy the file itself there.")
+        rule = f"{file} must be a regular file, got a folder, device, pipe or socket. Copy the file itself there."
+        raise refused(rule, file="invalid")
     places = [root]
     if root.parent.name == "snapshots" and root.parents[1].name.startswith("models--"):  # hub cache
         places += [root.parents[1] / "blobs", root.parents[2] / "blobs"]  # of the model, and shared by all
     if not any(target.is_relative_to(place) for place in places):
-        raise ValueError(f"{file} must lie in its folder, got a link to {target}. Copy the file itself there.")
+        raise refused(f"{file} must lie in its folder, got a link to {target}. Copy the file itself there.", file="invalid")
     return file
 
 
@@ -61,9 +65,10 @@ def read_bytes(file: Path, limit: int = MAX_BYTES) -> bytes:
       ValueError: the file is missing, larger, or refused by `find_file`.
     """
     if find_file(file) is None:
-        raise ValueError(
+        raise refused(
             f"{file.parent} must contain {file.name}; it has none. Pass a Hugging Face folder. For a folder of jkv.save use "
-            "jkv.restore."
+            "jkv.restore.",
+            file="not_found",
         )
     try:
         # A pipe that took the place of the file since must not block.
@@ -71,9 +76,10 @@ def read_bytes(file: Path, limit: int = MAX_BYTES) -> bytes:
             size = os.fstat(stream.fileno()).st_size
             data = b"" if size > limit else stream.read(size + 1)
     except OSError as error:
-        raise ValueError(f"{file} must be readable: {error}. {AGAIN}") from error
+        raise refused(f"{file} must be readable: {error}. {AGAIN}", file="invalid") from error
     if max(size, len(data)) > limit:
-        raise ValueError(f"{file} must have at most {limit:,} bytes, got {size:,}. Download or copy the right file.")
+        rule = f"{file} must have at most {limit:,} bytes, got {size:,}. Download or copy the right file."
+        raise refused(rule, file="too_long")
     return data
 
 
@@ -95,7 +101,8 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
     NaN, infinity, names that occur twice and deep nesting are refused, and by Python integers of more than 4,300 digits.
     """
     if sum(map(data.count, (b",", b"[", b"{"))) > MAX_VALUES:
-        raise ValueError(f"{where} must have at most {MAX_VALUES:,} values, got more. Download or copy the right file.")
+        rule = f"{where} must have at most {MAX_VALUES:,} values, got more. Download or copy the right file."
+        raise refused(rule, file="too_long")
     try:
         fields = json.loads(
             data.decode("utf-8"),
@@ -104,13 +111,13 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
             parse_float=parse_finite,
         )
     except RecursionError:
-        raise ValueError(f"{where} must be JSON of at most {MAX_DEPTH} levels, got more. {AGAIN}") from None
+        raise refused(f"{where} must be JSON of at most {MAX_DEPTH} levels, got more. {AGAIN}", file="bad_json") from None
     except ValueError as error:
-        raise ValueError(f"{where} must be JSON: {error}. {AGAIN}") from error
+        raise refused(f"{where} must be JSON: {error}. {AGAIN}", file="bad_json") from error
     if not isinstance(fields, dict):
-        raise ValueError(f"{where} must contain a JSON object, got a {type(fields).__name__}. {AGAIN}")
+        raise refused(f"{where} must contain a JSON object, got a {type(fields).__name__}. {AGAIN}", file="wrong_type")
     if depth(fields) > MAX_DEPTH:
-        raise ValueError(f"{where} must be JSON of at most {MAX_DEPTH} levels, got {depth(fields)}. {AGAIN}")
+        raise refused(f"{where} must be JSON of at most {MAX_DEPTH} levels, got {depth(fields)}. {AGAIN}", file="too_long")
     return fields
 
 
@@ -166,10 +173,11 @@ def check_fields(fields: Mapping[str, Any], rules: Mapping[str, Rule], where: st
     """Refuses fields that break their rule, and missing ones. Fields without a rule are ignored."""
     for name in required:
         if name not in fields:
-            raise ValueError(f"{where}: {name} must be {rules[name].wanted}, got none. {CORRECT}")
+            raise refused(f"{where}: {name} must be {rules[name].wanted}, got none. {CORRECT}", **{name: "missing"})
     for name in fields.keys() & rules.keys():
         if not rules[name].holds(fields[name]):
-            raise ValueError(f"{where}: {name} must be {rules[name].wanted}, got {shown(fields[name])}. {CORRECT}")
+            rule = f"{where}: {name} must be {rules[name].wanted}, got {shown(fields[name])}. {CORRECT}"
+            raise refused(rule, **{name: "invalid"})
 
 
 def integer(low: int, high: int) -> Rule:

@@ -31,6 +31,7 @@ from jkv.checkpoints.saved_weights import is_saved, read_saved, restore_as
 from jkv.checkpoints.tokenizer_files import read_tokenizer
 from jkv.checkpoints.weight_reading import Kept, float_dtype, read_gguf_weights, read_weights
 from jkv.checks import did_you_mean, install, typed
+from jkv.errors import InputError, refused
 from jkv.model.eight_bits import check_format
 from jkv.model.joined import on_host, separate_weights
 from jkv.model.params import Model, ModelConfig, Params
@@ -83,7 +84,8 @@ def load(
         typed("joined", joined, bool | None),
     )
     if joined and mesh is not None:
-        raise ValueError("joined must not be True with a mesh, which splits separate matrices; got both. Leave one out.")
+        rule = "joined must not be True with a mesh, which splits separate matrices; got both. Leave one out."
+        raise refused(rule, joined="conflict")
     card = card_of(name_or_folder)
     if file := find_gguf(name_or_folder):
         return load_gguf(file, kept, str(name_or_folder), card.sampling if card else None)
@@ -229,9 +231,8 @@ def read_end_files(folder: Path, tokenizer: Any, config: ModelConfig | None = No
         ids = next((each["eos_token_id"] for each in (fields, text) if each.get("eos_token_id") is not None), ())
         ids = dict.fromkeys((ids,) if isinstance(ids, int) else ids)
         if config is not None and not found and max(ids, default=0) >= config.vocab_size:
-            raise ValueError(
-                f"{file}: eos_token_id must be below vocab_size={config.vocab_size}, got {shown(list(ids))}. {CORRECT}"
-            )
+            rule = f"{file}: eos_token_id must be below vocab_size={config.vocab_size}, got {shown(list(ids))}. {CORRECT}"
+            raise refused(rule, eos_token_id="out_of_range")
         for index in ids:
             if config is None or index < config.vocab_size:
                 found[index] = (*found.get(index, ()), name)
@@ -274,7 +275,8 @@ def read_sampling(folder: Path) -> Sampling | None:
         cuts = fields.get("top_p") or 1.0, max(fields.get("top_k") or 0, 0), fields.get("min_p") or 0.0
         return Sampling(1.0 if temperature is None else temperature, *cuts, repetition_penalty=penalty)
     except ValueError as error:
-        raise ValueError(f"{file}: {error} {CORRECT}") from None
+        field = (isinstance(error, InputError) and error.field) or "file"
+        raise refused(f"{file}: {error} {CORRECT}", **{field: "out_of_range"}) from None
 
 
 def warn_of_unused(fields: Mapping[str, Any], neutral: Mapping[str, Any], where: str) -> None:
@@ -309,9 +311,10 @@ def warn_of_adapter(folder: Path) -> None:
             stacklevel=3,
         )
     if found and not (folder / "config.json").exists():
-        raise ValueError(
+        raise refused(
             f"{folder} must contain a full checkpoint, got the adapter {found[0]} alone. Merge it into its base model with "
-            "merge_and_unload of peft, save that, and load its folder."
+            "merge_and_unload of peft, save that, and load its folder.",
+            folder="invalid",
         )
 
 
@@ -326,8 +329,9 @@ def export(params: Params, tokenizer: Any, folder: Folder, dtype: Any = jnp.bflo
     leaves, fields = list(named_leaves(separate_weights(on_host(params))).values()), config_fields(config, dtype.name)
     readable = parse_config(fields, "export")
     if dataclasses.replace(readable, end_ids=config.end_ids, whole_experts=config.whole_experts) != config:
-        raise ValueError(
-            f"A {config.family} checkpoint must express all of {config=}; it would be read as {readable}. Correct the config."
+        raise refused(
+            f"A {config.family} checkpoint must express all of {config=}; it would be read as {readable}. Correct the config.",
+            params="unsupported",
         )
     tensors = {}
     for name, parts in tensor_parts(config).items():

@@ -10,6 +10,7 @@ from jkv.checkpoints.gguf_files import is_gguf, read_gguf_config
 from jkv.checkpoints.gguf_header import read_header
 from jkv.checkpoints.loading import fetch, find_folder, read_config
 from jkv.checkpoints.saved_config import read_fields
+from jkv.errors import refused
 from jkv.model.params import Model, ModelConfig, Params
 from jkv.text_files import read_toml
 from pallas_kernels import models
@@ -35,7 +36,8 @@ def find_shape(model: Any) -> tuple[str, ModelConfig]:
     if isinstance(model, ModelConfig):
         return model.family, model
     if not isinstance(model, str | Path):
-        raise ValueError(f"A model must be a jkv.Model, jkv.Params, a jkv.ModelConfig, a name or a path; got {model!r}.")
+        rule = f"A model must be a jkv.Model, jkv.Params, a jkv.ModelConfig, a name or a path; got {model!r}."
+        raise refused(rule, model="wrong_type")
     if str(model) in SHAPES:
         return str(model), read_shape(SHAPES[str(model)])
     if Path(model).suffix == ".toml":
@@ -60,4 +62,5 @@ def read_shape(file: Path) -> ModelConfig:
         fields.pop("card", None)  # `jkv.checkpoints.cards`
         return read_fields(fields, "shape")
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{file} must have the fields of a jkv.ModelConfig as TOML: {error}. Correct the file.") from error
+        rule = f"{file} must have the fields of a jkv.ModelConfig as TOML: {error}. Correct the file."
+        raise refused(rule, model="invalid") from error

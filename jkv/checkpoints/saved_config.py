@@ -24,6 +24,7 @@ from jkv.checkpoints.json_files import (
     nullable,
     shown,
 )
+from jkv.errors import refused
 from jkv.model.delta_weights import DeltaNet
 from jkv.model.params import ModelConfig, RopeScaling
 
@@ -109,7 +110,7 @@ def read_fields(fields: Mapping[str, Any], where: str) -> ModelConfig:
     config = ModelConfig.of(fields)
     for holds, rule in relations(config):
         if not holds:
-            raise ValueError(f"{where}: {rule}. {CORRECT}")
+            raise refused(f"{where}: {rule}. {CORRECT}", file="invalid")
     return config
 
 
@@ -117,7 +118,8 @@ def check_record(fields: Mapping[str, Any], record: type, own: Mapping[str, Rule
     """Checks each field of a dataclass: by its own rule, or else by that of its type."""
     known = {field.name: field for field in dataclasses.fields(record)}
     if unknown := sorted(set(fields) - set(known)):
-        raise ValueError(f"{where}: every field must be one of {record.__name__}, got also {shown(unknown)}. {CORRECT}")
+        rule = f"{where}: every field must be one of {record.__name__}, got also {shown(unknown)}. {CORRECT}"
+        raise refused(rule, **{unknown[0]: "unknown_name"})
     rules = {name: own[name] if name in own else KINDS[field.type] for name, field in known.items()}
     check_fields(fields, rules, where, [name for name, field in known.items() if field.default is dataclasses.MISSING])
 

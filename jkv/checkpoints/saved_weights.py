@@ -39,6 +39,7 @@ from jkv.checkpoints.json_files import (
 )
 from jkv.checkpoints.saved_config import read_fields
 from jkv.checkpoints.weight_reading import Kept, finished
+from jkv.errors import refused
 from jkv.model.eight_bits import code_axis
 from jkv.model.joined import filled, on_host, separate_weights
 from jkv.model.params import Codes, ModelConfig, Params
@@ -71,7 +72,8 @@ def save(params: Params, folder: Folder) -> None:
     if (folder / WEIGHTS).exists():
         is_whole = (folder / FILE).exists()
         found = "it does" if is_whole else "it does, of a save that did not finish"
-        raise ValueError(f"{folder} must not contain weights yet; {found}. Pass another folder, or remove this one first.")
+        rule = f"{folder} must not contain weights yet; {found}. Pass another folder, or remove this one first."
+        raise refused(rule, folder="conflict")
     with ocp.StandardCheckpointer(use_ocdbt=False) as checkpointer, quiet():  # OCDBT has one file for many arrays
         checkpointer.save(folder / WEIGHTS, named)
         checkpointer.wait_until_finished()
@@ -127,7 +129,8 @@ def restore(folder: Folder, shardings: Placement = None) -> Params:
             named = checkpointer.restore(folder / WEIGHTS, placed)
     except Exception as error:  # of metadata that make no sense, for which orbax raises many kinds
         why = printable(error)
-        raise ValueError(f"{folder / WEIGHTS} must be complete and fit the shardings: {why}. Save it again.") from error
+        rule = f"{folder / WEIGHTS} must be complete and fit the shardings: {why}. Save it again."
+        raise refused(rule, folder="invalid") from error
     return jax.tree.unflatten(structure, [named[name] for name in placed])
 
 
@@ -168,22 +171,25 @@ def read_saved(folder: Path) -> tuple[ModelConfig, dict[str, str], dict[str, str
     file = folder / FILE
     if not file.is_file():
         unfinished = f" It has {WEIGHTS}, of a save that did not finish: save it again." if (folder / WEIGHTS).exists() else ""
-        raise ValueError(f"{folder} must be a folder of jkv.save; it has no {FILE}. For others use jkv.load.{unfinished}")
+        rule = f"{folder} must be a folder of jkv.save; it has no {FILE}. For others use jkv.load.{unfinished}"
+        raise refused(rule, folder="not_found")
     data, where = read_bytes(file), str(file)
     fields = parse_object(data, where)
     if "sha256" not in fields or data != sealed(fields).encode():
-        raise ValueError(f"{file} must be written by this version of jkv and unchanged since then; it is not. {AGAIN}")
+        rule = f"{file} must be written by this version of jkv and unchanged since then; it is not. {AGAIN}"
+        raise refused(rule, folder="invalid")
     check_fields(fields, RULES, where, RULES)
     config, dtypes, known = read_fields(fields["config"], f"{where}: config"), fields["dtypes"], fields["sha256"]
     names = [leaf_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(weight_shapes(config))[0]]
     if wrong := sorted(set(names) ^ set(dtypes)):
-        raise ValueError(
-            f"{where}: dtypes must name each weight of this configuration, got {shown(wrong[0])} in one of them alone. {AGAIN}"
+        raise refused(
+            f"{where}: dtypes must name each weight of this configuration, got {shown(wrong[0])} in one of them alone. {AGAIN}",
+            dtypes="invalid",
         )
     check_fields(dtypes, dict.fromkeys(names, DTYPE), f"{where}: dtypes")
     check_fields(known, dict.fromkeys(known, DIGEST), f"{where}: sha256")
     if outside := [name for name in known if not is_inside(name)]:
-        raise ValueError(f"{where}: sha256 must name files of {WEIGHTS}, got {shown(outside[0])}. {AGAIN}")
+        raise refused(f"{where}: sha256 must name files of {WEIGHTS}, got {shown(outside[0])}. {AGAIN}", sha256="invalid")
     return config, dtypes, known
 
 
@@ -214,16 +220,19 @@ def check_files(folder: Path, known: Mapping[str, str]) -> None:
     """Refuses files that are not as they were saved."""
     paths = [folder / name for name in known]
     if missing := [path for path in paths if not path.is_file()]:
-        raise ValueError(f"{folder / WEIGHTS} must be complete; {missing[0].relative_to(folder)} is missing. {AGAIN}")
+        rule = f"{folder / WEIGHTS} must be complete; {missing[0].relative_to(folder)} is missing. {AGAIN}"
+        raise refused(rule, folder="not_found")
     for path in paths:
         find_file(path, folder)
     if others := {path for path in (folder / WEIGHTS).rglob("*") if not path.is_dir()} - set(paths):
-        raise ValueError(f"{folder / WEIGHTS} must have the files that were saved alone; it has also {min(others)}. Remove it.")
+        rule = f"{folder / WEIGHTS} must have the files that were saved alone; it has also {min(others)}. Remove it."
+        raise refused(rule, folder="conflict")
     found = digests(folder, paths)
     if damaged := [name for name in known if found[name] != known[name]]:
-        raise ValueError(
+        raise refused(
             f"Each file of {folder} must have the SHA-256 that it was saved with; {damaged[0]} differs, and "
-            f"{len(damaged) - 1} others: they are damaged. {AGAIN}"
+            f"{len(damaged) - 1} others: they are damaged. {AGAIN}",
+            folder="invalid",
         )
 
 
@@ -233,9 +242,11 @@ def check_array(file: Path, leaf: jax.ShapeDtypeStruct) -> None:
     check_fields(fields, {"chunks": list_of(size, leaf.ndim, leaf.ndim)}, str(file), ("chunks",))
     for name, wanted in (("shape", list(leaf.shape)), ("dtype", ZARR[leaf.dtype.name]), ("order", "C")):
         if fields.get(name) != wanted:
-            raise ValueError(f"{file}: {name} must be {wanted}, as jkv.save wrote it, got {shown(fields.get(name))}. {AGAIN}")
+            rule = f"{file}: {name} must be {wanted}, as jkv.save wrote it, got {shown(fields.get(name))}. {AGAIN}"
+            raise refused(rule, **{name: "invalid"})
     if any(part > most for part, most in zip(fields["chunks"], leaf.shape, strict=True)):
-        raise ValueError(f"{file}: chunks must lie in shape {list(leaf.shape)}, got {shown(fields['chunks'])}. {AGAIN}")
+        rule = f"{file}: chunks must lie in shape {list(leaf.shape)}, got {shown(fields['chunks'])}. {AGAIN}"
+        raise refused(rule, chunks="invalid")
 
 
 def placements(shardings: Placement, shapes: Mapping[str, Any]) -> list[Sharding]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from jkv.checkpoints.huggingface import transformers
 from jkv.checkpoints.json_files import shown
+from jkv.errors import refused
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LISTED = ("extra_special_tokens", "model_specific_special_tokens", "additional_special_tokens")  # the last is the oldest name
@@ -147,9 +148,10 @@ def add_tokens(backend: Any, tokens: Iterable[tuple[int | None, Fields]], where:
 def check_id(backend: Any, text: str, index: int | None, where: str) -> None:
     """Refuses an added token that a file gives another id than the library, which numbers them without gaps."""
     if text and index not in (None, backend.token_to_id(text)):
-        raise ValueError(
+        raise refused(
             f"{where}: the added token {shown(text)} must have the id that follows from tokenizer.json, "
-            f"{backend.token_to_id(text)}, got {index}: the files belong to two models. Copy the right ones there."
+            f"{backend.token_to_id(text)}, got {index}: the files belong to two models. Copy the right ones there.",
+            added_tokens="conflict",
         )
 
 

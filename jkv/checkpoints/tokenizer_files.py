@@ -39,6 +39,7 @@ from jkv.checkpoints.json_files import (
     shown,
 )
 from jkv.checkpoints.tokenizer import listed, make_tokenizer, steps
+from jkv.errors import refused
 from jkv.model.params import ModelConfig
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -141,10 +142,11 @@ def refuse_code(settings: Mapping[str, Any], where: str) -> None:
     own = settings.get("tokenizer_class")
     classes = {name.rpartition(".")[2].removesuffix("Fast") for name in names}
     if names and (own is None or own.removesuffix("Fast") in classes):
-        raise ValueError(
+        raise refused(
             f"{where}: the tokenizer must load without custom code, got the class {shown(names[-1])} of the checkpoint. "
             "Code in a checkpoint is never run: remove its tokenizer files and use token ids, or set tokenizer_class to "
-            '"PreTrainedTokenizerFast", where tokenizer.json is all of the tokenizer.'
+            '"PreTrainedTokenizerFast", where tokenizer.json is all of the tokenizer.',
+            tokenizer_class="unsupported",
         )
 
 
@@ -172,7 +174,8 @@ def loading(place: str, remedy: str) -> Iterator[None]:
     except BaseException as error:  # tokenizers raises bare Exceptions, and panics that are BaseExceptions
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise ValueError(f"The tokenizer {place} must load without custom code: {printable(error)}. {remedy}") from error
+        rule = f"The tokenizer {place} must load without custom code: {printable(error)}. {remedy}"
+        raise refused(rule, tokenizer="invalid") from error
 
 
 def measured(tokenizer: Any, largest: int, is_known: bool) -> int:
@@ -226,7 +229,8 @@ def check_places(folder: Path) -> None:
         if (file.suffix in READ or "token" in file.name) and not file.is_dir():
             find_file(file, folder)
             if (size := file.stat().st_size) > MAX_BYTES:
-                raise ValueError(f"{file} must have at most {MAX_BYTES:,} bytes, got {size:,}. Copy the right file there.")
+                rule = f"{file} must have at most {MAX_BYTES:,} bytes, got {size:,}. Copy the right file there."
+                raise refused(rule, file="too_long")
             if file.suffix == ".jinja":
                 check_template(file.read_bytes().decode("utf-8", "replace"), str(file))
 
@@ -235,10 +239,11 @@ def check_size(size: int, place: str, config: ModelConfig | None) -> None:
     """Refuses a tokenizer whose largest id is `size - 1` for a model with fewer tokens."""
     if config is not None and size > most_tokens(config):
         foreign = find_family(config.family).num_foreign_tokens
-        raise ValueError(
+        raise refused(
             f"The tokenizer {place} must have at most vocab_size={config.vocab_size} tokens"
             f"{f' and {foreign} more' if foreign else ''}, got {size}: it belongs to "
-            "another model. Copy the right tokenizer files there."
+            "another model. Copy the right tokenizer files there.",
+            tokenizer="does_not_fit",
         )
 
 
@@ -251,9 +256,11 @@ def check_ids(ids: Mapping[str, Any], where: str) -> int:
     """The largest id of a vocabulary, -1 if it is empty. Refuses ids out of range, and very long tokens."""
     for token, index in ids.items():
         if type(index) is not int or not 0 <= index < MAX_VOCAB:
-            raise ValueError(f"{where}: {shown(token)} must have an id in [0, {MAX_VOCAB}), got {shown(index)}. {CORRECT}")
+            rule = f"{where}: {shown(token)} must have an id in [0, {MAX_VOCAB}), got {shown(index)}. {CORRECT}"
+            raise refused(rule, file="out_of_range")
         if len(token) > MAX_TOKEN:
-            raise ValueError(f"{where}: tokens must have at most {MAX_TOKEN} characters, got {shown(token)}. {CORRECT}")
+            rule = f"{where}: tokens must have at most {MAX_TOKEN} characters, got {shown(token)}. {CORRECT}"
+            raise refused(rule, file="too_long")
     return max(ids.values(), default=-1)
 
 
@@ -269,19 +276,20 @@ def check_settings(fields: Mapping[str, Any], where: str) -> int:
         for text in entry.values() if isinstance(entry, dict) else [entry]:
             check_template(text, f"{where}: chat_template")
     if odd := [index for index in added if not (index.isdecimal() and index.isascii() and len(index) < 10)]:
-        raise ValueError(f"{where}: added_tokens_decoder must have ids in [0, {MAX_VOCAB}), got {shown(odd[0])}. {CORRECT}")
+        rule = f"{where}: added_tokens_decoder must have ids in [0, {MAX_VOCAB}), got {shown(odd[0])}. {CORRECT}"
+        raise refused(rule, added_tokens_decoder="out_of_range")
     for token in added.values():
         if not isinstance(token, dict) or "content" not in token:
-            raise ValueError(
-                f"{where}: added_tokens_decoder must have an object for each id, with content, got {shown(token)}. {CORRECT}"
-            )
+            rule = f"{where}: added_tokens_decoder must have an object for each id, with content, got {shown(token)}. {CORRECT}"
+            raise refused(rule, added_tokens_decoder="invalid")
     return check_ids({f"added_tokens_decoder[{index}]": int(index) for index in added}, where)
 
 
 def check_template(text: Any, where: str) -> None:
     """Refuses a chat template that is no text, or a very long one."""
     if not isinstance(text, str) or len(text) > MAX_TEMPLATE:
-        raise ValueError(f"{where} must be a string of at most {MAX_TEMPLATE:,} characters, got {shown(text)}. {CORRECT}")
+        rule = f"{where} must be a string of at most {MAX_TEMPLATE:,} characters, got {shown(text)}. {CORRECT}"
+        raise refused(rule, chat_template="too_long")
 
 
 def check_definition(fields: Mapping[str, Any], where: str, limit: int) -> int:
@@ -292,7 +300,8 @@ def check_definition(fields: Mapping[str, Any], where: str, limit: int) -> int:
     vocab = model["vocab"]
     if isinstance(vocab, list):  # Unigram: pairs of a token and its score, in the order of the ids
         if not all(isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) for pair in vocab):
-            raise ValueError(f"{where}: model.vocab must be an object, or a list of tokens with their scores. {CORRECT}")
+            rule = f"{where}: model.vocab must be an object, or a list of tokens with their scores. {CORRECT}"
+            raise refused(rule, vocab="invalid")
         vocab = dict(zip((pair[0] for pair in vocab), range(len(vocab)), strict=True))
     largest = check_ids(vocab, f"{where}: model.vocab")
     for token in fields.get("added_tokens") or ():
@@ -320,8 +329,9 @@ def check_growth(parts: list[Mapping[str, Any]], where: str) -> None:
     texts = [str(part.get(name, "")) for part in parts for name in ("content", "prepend", "replacement")]
     growth = math.prod(max(len(text), 1) for text in texts)
     if growth > MAX_GROWTH:
-        raise ValueError(
-            f"{where} must make at most {MAX_GROWTH} characters of one, got replacements that make {shown(growth)}. {CORRECT}"
+        raise refused(
+            f"{where} must make at most {MAX_GROWTH} characters of one, got replacements that make {shown(growth)}. {CORRECT}",
+            file="too_long",
         )
 
 
@@ -334,15 +344,16 @@ def check_step(step: Mapping[str, Any], where: str, limit: int) -> None:
     if kind == "FixedLength":
         check_fields(step, {"length": integer(1, MAX_POSITIONS)}, inside)
     if "pattern" in step and step["pattern"] in ("", {"String": ""}, {"Regex": ""}):
-        raise ValueError(f"{inside}.pattern must not be empty, got {shown(step['pattern'])}. {CORRECT}")
+        raise refused(f"{inside}.pattern must not be empty, got {shown(step['pattern'])}. {CORRECT}", pattern="invalid")
     for name in ("single", "pair"):
         pieces = step.get(name)
         if isinstance(pieces, list):
             texts = [piece for piece in pieces if isinstance(piece, dict) and "Sequence" in piece]
             if len(pieces) > PIECES or len(texts) > 2:
-                raise ValueError(
+                raise refused(
                     f"{inside}.{name} must have at most {PIECES} pieces and each text once, got {len(pieces)}, {len(texts)} of "
-                    f"them texts. {CORRECT}"
+                    f"them texts. {CORRECT}",
+                    **{name: "too_long"},
                 )
     for name in ("sep", "cls"):
         if isinstance(pair := step.get(name), list):
@@ -361,6 +372,5 @@ def check_table(text: Any, where: str) -> None:
         table = b""
     size = int.from_bytes(table[:4], "little")  # of the trie; the replacements follow
     if not (0 < size <= len(table) - 4 and size % 4 == 0):
-        raise ValueError(
-            f"{where} must be a table in base64 whose length is that in its first bytes, got {shown(text)}. {CORRECT}"
-        )
+        rule = f"{where} must be a table in base64 whose length is that in its first bytes, got {shown(text)}. {CORRECT}"
+        raise refused(rule, file="invalid")

@@ -34,6 +34,7 @@ from jkv.checkpoints.families import find_family
 from jkv.checkpoints.gguf_files import gguf_family, read_gguf_weight, stored_dtype
 from jkv.checkpoints.gguf_header import GgufHeader
 from jkv.checkpoints.json_files import AGAIN, printable
+from jkv.errors import refused
 from jkv.model.eight_bits import coded, quantise_weights
 from jkv.model.joined import filled, joins_by_default
 from jkv.model.params import Codes, ModelConfig, Params
@@ -95,7 +96,7 @@ def computes_in_float32() -> bool:
 def float_dtype(dtype: Any) -> np.dtype:
     """The dtype of weights, checked."""
     if jnp.dtype(dtype) not in DTYPES.values():
-        raise ValueError(f"dtype must be one of float32, float16, bfloat16; got {jnp.dtype(dtype)}.")
+        raise refused(f"dtype must be one of float32, float16, bfloat16; got {jnp.dtype(dtype)}.", dtype="unknown_name")
     return jnp.dtype(dtype)
 
 
@@ -129,7 +130,7 @@ def read_weights(folder: Path, config: ModelConfig, kept: Kept, places: Params |
                 near = opened[file].get_slice(on_disk[name])[tuple(slice(one.start, one.stop) for one in index)]
                 return near[tuple(slice(None, None, one.step) for one in index)]
             except (SafetensorError, OSError) as error:
-                raise ValueError(f"{file} must be a safetensors file: {printable(error)}. {AGAIN}") from error
+                raise refused(f"{file} must be a safetensors file: {printable(error)}. {AGAIN}", file="invalid") from error
 
         read_whole = one_at_a_time(lambda name: read_mxfp4(read_stored, name))
 
@@ -169,9 +170,10 @@ def check_tied(read: Read, embedding: str, unembedding: str, config: ModelConfig
     for first in range(0, config.vocab_size, ROWS):
         rows = slice(first, min(first + ROWS, config.vocab_size)), slice(0, config.width)
         if not np.array_equal(read(embedding, rows), read(unembedding, rows)):
-            raise ValueError(
+            raise refused(
                 f"{file}: {unembedding} must equal {embedding}, because config.json sets tie_word_embeddings; "
-                "it differs. Set that to false, or remove the tensor."
+                "it differs. Set that to false, or remove the tensor.",
+                tie_word_embeddings="conflict",
             )
 
 
@@ -244,7 +246,7 @@ def finished(leaf: jax.Array, kept: Kept, code_axis: int | None, place: Any, nam
     if not is_finite.all():
         name = names[int(jnp.argmin(is_finite.reshape(len(names), -1).all(axis=1)))] if len(names) > 1 else names[0]
         wider = "" if dtype == jnp.float32 else ' Or load with dtype="float32".'
-        raise ValueError(f"{name} must be finite, got NaN or infinity as {dtype}. {AGAIN}{wider}")
+        raise refused(f"{name} must be finite, got NaN or infinity as {dtype}. {AGAIN}{wider}", **{name: "out_of_range"})
     if kept.weight_dtype is None or code_axis is None:
         return leaf
     codes = coded(leaf, kept.weight_dtype, code_axis)

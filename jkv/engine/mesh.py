@@ -30,6 +30,7 @@ from jkv.engine.parts.base import Carried
 from jkv.engine.processes import check_processes
 from jkv.engine.programs import ChunkOutputs
 from jkv.engine.state import Snapshot, State
+from jkv.errors import refused
 from jkv.eviction import Needs
 from jkv.model import weights
 from jkv.model.params import ModelConfig, Params
@@ -61,11 +62,13 @@ def arrange(mesh: Mesh, config: ModelConfig | None = None) -> Mesh:
     """
     shape = dict(mesh.shape)
     if HEADS not in shape:
-        raise ValueError(f'The mesh of an engine must split KV heads over an axis "{HEADS}"; got {shape}. Rename its axis.')
+        rule = f'The mesh of an engine must split KV heads over an axis "{HEADS}"; got {shape}. Rename its axis.'
+        raise refused(rule, mesh="unsupported")
     if mesh.size > num_parts(mesh):
-        raise ValueError(
+        raise refused(
             f'The mesh of an engine must split only KV heads, over an axis "{HEADS}"; got {shape}. jkv.generate, jkv.Rollout '
-            f'and jkv.Replicas run one engine for each of the {mesh.size // num_parts(mesh)} rows of an axis "{DATA}".'
+            f'and jkv.Replicas run one engine for each of the {mesh.size // num_parts(mesh)} rows of an axis "{DATA}".',
+            mesh="unsupported",
         )
     if COPIES in shape:
         others = [axis for axis, name in enumerate(mesh.axis_names) if name not in (HEADS, COPIES)]
@@ -118,24 +121,26 @@ def read_mesh(text: str, replicas: bool = True) -> Mesh:
     for word in words(text):
         name, _, number = map(str.strip, word.partition("="))
         if name in sizes or not number.isdecimal() or not int(number[:9]):
-            raise ValueError(
+            raise refused(
                 f"A mesh is written as axes with their numbers of devices, such as {HEADS}=4 or {DATA}=4,{HEADS}=2; got "
-                f"{shown(text)}."
+                f"{shown(text)}.",
+                mesh="invalid",
             )
         sizes[name] = int(number[:9])
     if not sizes or not sizes.keys() <= {DATA, HEADS}:
-        raise ValueError(
+        raise refused(
             f'A mesh of the command line has the axes "{DATA}" (replicas) and "{HEADS}" (devices of each); got {shown(text)}. '
-            f"Write {HEADS}=N, or {DATA}=M,{HEADS}=N."
+            f"Write {HEADS}=N, or {DATA}=M,{HEADS}=N.",
+            mesh="invalid",
         )
     shape = sizes.get(DATA, 1), sizes.get(HEADS, 1)
     if shape[0] > 1 and not replicas:
-        raise ValueError(f"This command runs one engine, and no replicas; got {shown(text)}. Write {HEADS}=N alone.")
+        rule = f"This command runs one engine, and no replicas; got {shown(text)}. Write {HEADS}=N alone."
+        raise refused(rule, mesh="unsupported")
     devices, count = jax.local_devices(), shape[0] * shape[1]
     if count > len(devices):
-        raise ValueError(
-            f"A mesh must have at most the {counted(len(devices), 'device')} of this process; got {shown(text)}. Lower it."
-        )
+        rule = f"A mesh must have at most the {counted(len(devices), 'device')} of this process; got {shown(text)}. Lower it."
+        raise refused(rule, mesh="does_not_fit")
     mesh = Mesh(np.array(devices[:count]).reshape(shape), (DATA, HEADS))
     return mesh if shape[0] > 1 else Mesh(mesh.devices[0], (HEADS,))
 

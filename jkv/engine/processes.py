@@ -17,6 +17,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jkv.engine.requests import Request
+from jkv.errors import refused
 
 
 def spans(mesh: Mesh | None) -> bool:
@@ -32,9 +33,10 @@ def check_processes(mesh: Mesh) -> None:
     """
     found = {device.process_index for device in mesh.devices.flat}
     if found != {jax.process_index()} and len(found) != jax.process_count():
-        raise ValueError(
+        raise refused(
             f"The devices of an engine's mesh must belong to this process, number {jax.process_index()}, or to all of the "
-            f"{jax.process_count()}; got those of {sorted(found)}. Build it from jax.local_devices() or jax.devices()."
+            f"{jax.process_count()}; got those of {sorted(found)}. Build it from jax.local_devices() or jax.devices().",
+            mesh="unsupported",
         )
 
 
@@ -71,9 +73,10 @@ def agreed(requests: Sequence[Request]) -> list[Request]:
     count = multihost_utils.process_allgather(np.uint32(len(requests)))
     every = multihost_utils.process_allgather(mine) if (count == count[0]).all() else None
     if every is None or (every[:, 0] != every[0, 0]).any():
-        raise ValueError(
+        raise refused(
             "All processes of an engine's mesh must submit the same requests in the same order; at this place, another process "
-            f"has others than process {jax.process_index()}. Give all of them the same prompts and settings."
+            f"has others than process {jax.process_index()}. Give all of them the same prompts and settings.",
+            requests="conflict",
         )
     return [
         dataclasses.replace(request, seed=int(seed)) if request.sampling.seed is None else request

@@ -14,7 +14,7 @@ import numpy as np
 from jkv.cache.slot_size import slot_size_of
 from jkv.checks import check_counts, check_length, did_you_mean, out_of_range, shown, typed
 from jkv.engine.prompts import check_ids, num_elements, too_long
-from jkv.errors import InputError
+from jkv.errors import InputError, refused
 from jkv.eviction import Policy
 from jkv.eviction.byte_budget import check_sealing, in_slots
 from jkv.eviction.policy import compacted, until_token
@@ -181,9 +181,8 @@ class RequestOptions:
 def check_model(model_or_params: Any) -> Model:
     """A model whose weights are finite; bare `Params` have no tokenizer."""
     if not isinstance(model_or_params, Model | Params):
-        raise ValueError(
-            f"The model must be what jkv.load returns, or bare Params; got {shown(model_or_params)}. Load it first."
-        )
+        rule = f"The model must be what jkv.load returns, or bare Params; got {shown(model_or_params)}. Load it first."
+        raise refused(rule, model="wrong_type")
     model = model_or_params if isinstance(model_or_params, Model) else Model(model_or_params)
     check_shape(model.config)
     check_weights(model.params)
@@ -194,15 +193,16 @@ def check_shape(config: ModelConfig) -> None:
     """Refuses a configuration that no program computes."""
     rotated = config.rotary_size or config.head_size
     if rotated % 2 or rotated > config.head_size:
-        raise ValueError(
+        raise refused(
             f"RoPE rotates an even number of channels, at most the head's; got {rotated} of {config.head_size}. Correct "
-            "head_size or rotary_size."
+            "head_size or rotary_size.",
+            rotary_size="out_of_range",
         )
     for heads in (config.num_kv_heads, config.in_windows.num_kv_heads):
         if heads < 1 or config.num_query_heads % heads:
-            raise ValueError(
-                f"num_query_heads must be a multiple of num_kv_heads; got {config.num_query_heads} and {heads}. Correct either."
-            )
+            got = f"{config.num_query_heads} and {heads}"
+            rule = f"num_query_heads must be a multiple of num_kv_heads; got {got}. Correct either."
+            raise refused(rule, num_kv_heads="out_of_range")
 
 
 def check_sampling(sampling: Any) -> Sampling:
@@ -370,7 +370,8 @@ def check_weights(params: Params) -> None:
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
             if not bool(jnp.isfinite(leaf).all()):
                 name = jax.tree_util.keystr(path)
-                raise ValueError(f"Weights must be finite; params{name} holds NaN or infinity. Reload or retrain the model.")
+                rule = f"Weights must be finite; params{name} holds NaN or infinity. Reload or retrain the model."
+                raise refused(rule, params="out_of_range")
 
 
 def check_stop_strings(model: Model, stop_strings: Sequence[str]) -> None:

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 
 from jkv import notebook
-from jkv.checks import counted, described
+from jkv.checks import counted, described, need_tokenizer
 from jkv.engine.kept_rows import Transcript
 from jkv.engine.outputs import text_of
 from jkv.engine.samples import Sample
 from jkv.engine.stats import RunStats, SampleStats, Stats
+from jkv.errors import refused
 from jkv.eviction.policy import Policy
 from jkv.model.experts import RouteRecorder
 from jkv.model.params import Model, ModelConfig
@@ -121,12 +122,12 @@ class Result:
         Raises:
           ValueError: a model without a tokenizer, or an empty mark.
         """
-        if self.text is None or self.tokenizer is None:
-            raise ValueError("Reasoning and answer are texts, and this model has no tokenizer. Decode the tokens first.")
+        need_tokenizer(self.tokenizer, "Reasoning and answer are texts", "Decode the tokens first.")
+        assert self.text is not None
         own = marks_of(self.tokenizer)
         marks = Marks(own.begin if begin is None else begin, own.ends if end is None else (end,))
         if not marks.begin or not all(marks.ends):
-            raise ValueError(f"The marks must be texts; got {begin!r} and {end!r}.")
+            raise refused(f"The marks must be texts; got {begin!r} and {end!r}.", begin="wrong_type")
         tails = [self.tokenizer.decode(prompt[-MOST_MARK:]) for prompt in self.prompts]
         return [split_text(text, marks.is_open(tail), marks) for text, tail in zip(self.text, tails, strict=True)]
 

@@ -13,6 +13,7 @@ from jkv.engine.memory import STEP_PIECE
 from jkv.engine.records import RowOutputs
 from jkv.engine.requests import Request
 from jkv.engine.row import Place, Row
+from jkv.errors import refused
 from jkv.eviction import AfterPrompt, Policy
 from jkv.eviction.policy import compacted
 from jkv.eviction.schedules import ask
@@ -433,7 +434,8 @@ def samples_of(tickets: Mapping[int, list[Sample]], ticket: int) -> list[Sample]
       ValueError: an unknown ticket.
     """
     if ticket not in tickets:
-        raise ValueError(f"No request has the ticket {ticket}: it was never given, or its result was already taken.")
+        rule = f"No request has the ticket {ticket}: it was never given, or its result was already taken."
+        raise refused(rule, ticket="not_found")
     return tickets[ticket]
 
 
@@ -446,7 +448,7 @@ def take_finished(tickets: dict[int, list[Sample]], taken: Sequence[int]) -> lis
     samples = {ticket: samples_of(tickets, ticket) for ticket in taken}
     for ticket, group in samples.items():
         if not all(sample.is_finished for sample in group):
-            raise ValueError(f"Request {ticket} is not finished. Call run() or stream() first.")
+            raise refused(f"Request {ticket} is not finished. Call run() or stream() first.", ticket="conflict")
     for ticket in samples:
         del tickets[ticket]
     return [sample for group in samples.values() for sample in group]

@@ -25,16 +25,16 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequen
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
-from jkv.checks import check_known, described
+from jkv.checks import check_known, described, typed
 from jkv.engine import turns
 from jkv.engine.engine import Engine
 from jkv.engine.interrupts import call
-from jkv.engine.kept_rows import ENDS, KeptRow
+from jkv.engine.kept_rows import KeptRow
 from jkv.engine.outputs import Event
 from jkv.engine.prompts import encode_prompts
 from jkv.engine.requests import Request, RequestOptions, make_requests
 from jkv.engine.results import Result
-from jkv.errors import InputError
+from jkv.errors import InputError, refused
 from jkv.eviction import Policy
 from jkv.model.params import Model, Params
 
@@ -159,7 +159,8 @@ class Ticket(Reply[Result]):
           ValueError: a request that was submitted without `streams`.
         """
         if not self.streams:
-            raise ValueError("Only a request that was submitted with streams=True has events; call result(), or stream it.")
+            rule = "Only a request that was submitted with streams=True has events; call result(), or stream it."
+            raise refused(rule, streams="missing")
         self._wakers.append(wake)
         self.add_done_callback(lambda _: wake())
         try:
@@ -250,23 +251,18 @@ class Service:
         Raises:
           ValueError: it left nothing; the message has the reason.
         """
-        rule = "extend continues a finished request of this service that was kept"
         if ticket.service is not self:
-            raise ValueError(f"{rule}; got a ticket of another one. Call its own extend.")
-        if not ticket.done():
-            raise ValueError(f"{rule}; this one still runs. Wait for its result.")
-        if ticket.exception() is not None:
-            raise ValueError(f"{rule}; this one failed: {ticket.exception()!r}. Submit the conversation again.")
-        if not ticket.keep or ticket.is_closed:
-            got = "is closed" if ticket.keep else "was not"
-            raise ValueError(f"{rule}; this one {got}. Submit the conversation again, with keep=True.")
-        reasons = ticket.result().finish_reason
-        if isinstance(sample, bool) or not isinstance(sample, int) or not 0 <= sample < len(reasons):
-            raise ValueError(f"sample must be one of the request's {len(reasons)}; got {sample!r}.")
-        if reasons[sample] not in ENDS:
-            raise ValueError(
-                f"{rule}, by {' or '.join(ENDS)}; this one ended by {reasons[sample]!r}. Submit the conversation again."
+            rule = "extend continues a request of its own service; got a ticket of another one. Call that one's extend."
+            raise refused(rule, ticket="conflict")
+        if ticket.is_closed:
+            raise refused(
+                "extend continues a kept request; this one is closed. Submit it again.", ticket="conflict"
             )
+        if ticket.done() and (error := ticket.exception()) is not None:
+            rule = f"extend continues a finished request; this one failed: {described(error)}. Submit it again."
+            raise refused(rule, ticket="conflict")
+        sample = typed("sample", sample, int)
+        turns.check_end(sample, ticket.keep, ticket.result().finish_reason if ticket.done() else None)
         return self.engine.scheduler.kept_rows.find(ticket.number, sample)
 
     def extend_request(self, ticket: Ticket, request: Request, row: KeptRow, sample: int = 0, streams: bool = False) -> Ticket:

@@ -20,7 +20,7 @@ from jkv.engine.prompts import check_ids, is_endless, num_elements
 from jkv.engine.requests import Request, RequestOptions, make_requests
 from jkv.engine.row import Place
 from jkv.engine.samples import Sample, stop_finder
-from jkv.errors import InputError
+from jkv.errors import InputError, refused
 from jkv.model.params import Model
 
 RULE = "extend takes a flat list of token ids"
@@ -115,26 +115,32 @@ def next_request(model: Model, kept: KeptRow, tokens: Any, options: RequestOptio
 
 def find(tickets: Mapping[int, list[Sample]], kept_rows: KeptRows, ticket: int, sample: int) -> KeptRow:
     """The row that a turn continues, or a ValueError that says why there is none."""
-    for name, number, fix in (("ticket", ticket, "Pass what submit returned."), ("sample", sample, "Samples count from 0.")):
-        if isinstance(number, bool) or not isinstance(number, int | np.integer):
-            rule = "{field} must be a number; got {got}. {fix}"
-            raise InputError(rule, field=name, code="wrong_type", got=shown(number), fix=fix)
-    group = tickets.get(ticket, [])
-    if group and not 0 <= sample < len(group):
-        raise out_of_range("sample", f"be one of the request's {len(group)}", sample)
-    if group:
-        one = group[sample]
-        if not one.request.keep:
-            rule = "extend continues a kept request; that of {field} {ticket} was not. Submit it with keep=True."
-            raise InputError(rule, field="ticket", ticket=ticket)
-        if not one.is_finished:
-            rule = "extend continues a finished request; that of {field} {ticket} still runs. Wait for its result."
-            raise InputError(rule, field="ticket", ticket=ticket)
-        if one.completion.finish_reason not in ENDS:
-            rule = "extend continues a request that finished by {ends}; that of {field} {ticket} ended by {got}."
-            ends, got = " or ".join(ENDS), repr(one.completion.finish_reason)
-            raise InputError(rule, field="ticket", ticket=ticket, ends=ends, got=got)
+    ticket, sample = typed("ticket", ticket, int), typed("sample", sample, int)
+    if group := tickets.get(ticket):
+        reasons = [one.completion.finish_reason if one.is_finished else None for one in group]
+        check_end(sample, group[0].request.keep, reasons)
     return kept_rows.find(ticket, sample)
+
+
+def check_end(sample: int, keep: bool, reasons: Sequence[str | None] | None) -> None:
+    """Refuses a turn after a sample that is not kept, still runs or ended otherwise than by `ENDS`.
+
+    Args:
+      keep: whether the request was submitted with it.
+      reasons: by which each sample of the request ended, None where one runs; None while all do.
+    """
+    if not keep:
+        raise refused("extend continues a kept request; this one was not. Submit it again, with keep=True.", ticket="invalid")
+    if reasons is not None and not 0 <= sample < len(reasons):
+        raise out_of_range("sample", f"be one of the request's {len(reasons)}", sample)
+    reason = None if reasons is None else reasons[sample]
+    if reason is None:
+        raise refused("extend continues a finished request; this one still runs. Wait for its result.", ticket="conflict")
+    if reason not in ENDS:
+        rule = (
+            f"extend continues a request that finished by {' or '.join(ENDS)}; this one ended by {reason!r}. Submit it again."
+        )
+        raise refused(rule, ticket="conflict")
 
 
 def begin(sample: Sample, kept: KeptRow) -> None:

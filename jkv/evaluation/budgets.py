@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from jkv.errors import refused
 from jkv.eviction import Policy
 from jkv.eviction.byte_budget import is_bytes
 
@@ -63,9 +64,10 @@ def parse_budget(budget: str | int) -> Budget:
         return Budget(slots=int(text))
     if is_bytes(text):
         return Budget(num_bytes=text)
-    raise ValueError(
+    raise refused(
         f'A budget is a number of slots, bytes of a row such as "64MB", or a share of the mean length such as "25%" or of each '
-        f'problem\'s own such as "25% {EACH}"; got {budget!r}.'
+        f'problem\'s own such as "25% {EACH}"; got {budget!r}.',
+        budget="invalid",
     )
 
 
@@ -77,9 +79,11 @@ def parse_mean_budget(budget: str | int) -> Budget:
     """
     found = parse_budget(budget)
     if found.num_bytes is not None:
-        raise ValueError(f"Budgets here are slots or a share of the mean length; got {budget!r}. Give slots.")
+        rule = f"Budgets here are slots or a share of the mean length; got {budget!r}. Give slots."
+        raise refused(rule, budget="unsupported")
     if found.is_each:
-        raise ValueError(f'All texts have one budget here, slots or a share of the mean length; got {budget!r}. Drop "{EACH}".')
+        rule = f'All texts have one budget here, slots or a share of the mean length; got {budget!r}. Drop "{EACH}".'
+        raise refused(rule, budget="unsupported")
     return found
 
 

@@ -18,10 +18,11 @@ import numpy as np
 
 from jkv import viz
 from jkv.cache.slot_size import slot_size_of
-from jkv.checks import check_counts
+from jkv.checks import check_counts, need_tokenizer
 from jkv.engine.options import EngineOptions
 from jkv.engine.prompts import encode_prompts
 from jkv.engine.requests import check_sampling
+from jkv.errors import refused
 from jkv.evaluation.budgets import Budget, least_policy, parse_budget
 from jkv.evaluation.generations import (
     NEW_FOLDER,
@@ -137,14 +138,13 @@ def compare(
         depend on the full cache's lengths, before any other policy runs. Where a share of a problem's own length is too small,
         the policy has the least budget that it accepts.
     """
-    if model.tokenizer is None:
-        raise ValueError("Answers are read from text, and this model has no tokenizer. Compare with one that has.")
+    need_tokenizer(model.tokenizer, "Answers are read from text")
     check_gold([problem.answer for problem in problems], grader_of(grader))
     check_counts(seeds=seeds)
     ks, settings = check_ks(pass_at, samples), settings or {}
     recipes = {name: own.get("policy", name) for name, own in settings.items()}
     if unknown := sorted(set(recipes.values()) - {*POLICIES, ORACLE}):
-        raise ValueError(f"settings are for policies, {', '.join(POLICIES)}; got {', '.join(unknown)}.")
+        raise refused(f"settings are for policies, {', '.join(POLICIES)}; got {', '.join(unknown)}.", settings="unknown_name")
     sizes = [parse_budget(budget) for budget in budgets]
     wanted: list[tuple[str, Budget]] = []
     for name in policies:
@@ -230,9 +230,10 @@ def check_greedy(samples: int, sampling: Sampling | None) -> None:
       ValueError: several samples, a temperature, or penalties.
     """
     if samples > 1 or (sampling is not None and (sampling.temperature > 0 or sampling.penalises)):
-        raise ValueError(
+        raise refused(
             "The oracle knows the greedy answer of each problem. Set temperature to 0 and samples to 1, without penalties, or "
-            "leave it out."
+            "leave it out.",
+            sampling="conflict",
         )
 
 
@@ -427,6 +428,7 @@ def read(path: Path, about: dict[str, Any], unsaid: dict[str, Any] | None = None
         outcomes = [Outcome(**outcome) for outcome in record["outcomes"]]
         before = (unsaid or {}) | record["about"]
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} must hold outcomes that `jkv eval` wrote; got {error!r}. Give another --out.") from None
+        rule = f"{path} must hold outcomes that `jkv eval` wrote; got {error!r}. Give another --out."
+        raise refused(rule, path="invalid") from None
     check_same(f"{path} holds another comparison", before, about, NEW_FOLDER, GROWING)
     return outcomes

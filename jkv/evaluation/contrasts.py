@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jkv.checks import counted
+from jkv.errors import refused
 from jkv.evaluation.compare import Outcome, budget_cell, points
 from jkv.reports import markdown
 from jkv.statistics import holm, paired_change, paired_p
@@ -36,10 +37,12 @@ def check_contrasts(contrasts: Sequence[Any], policies: Sequence[str]) -> None:
             or not all(isinstance(name, str) for name in pair)
             or len(set(pair)) < 2
         ):
-            raise ValueError(f'A contrast is a pair of different policies, such as ["r_kv", "snap_kv"]; got {pair!r}.')
+            rule = f'A contrast is a pair of different policies, such as ["r_kv", "snap_kv"]; got {pair!r}.'
+            raise refused(rule, contrasts="invalid")
         for name in pair:
             if name not in ("full", *policies):
-                raise ValueError(f"A contrast is between policies that run, {', '.join(policies)}; got {name}. Add it to them.")
+                rule = f"A contrast is between policies that run, {', '.join(policies)}; got {name}. Add it to them."
+                raise refused(rule, contrasts="unknown_name")
 
 
 def find_contrasts(outcomes: Sequence[Outcome], pairs: Sequence[Sequence[str]]) -> list[Contrast]:

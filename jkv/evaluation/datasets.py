@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jkv.checks import install, shown
+from jkv.errors import refused
 from jkv.reports import read_json_lines
 from jkv.text_files import check_file, read_json, read_text
 
@@ -40,31 +41,35 @@ def read_rows(source: Path, split: str | None = None, subset: str | None = None)
     """
     if source.is_file():
         if split or subset:
-            raise ValueError(f"split and subset choose within a folder, and {source} is a file. Leave them out.")
+            raise refused(f"split and subset choose within a folder, and {source} is a file. Leave them out.", split="conflict")
         return read_file(source)
     if not source.is_dir():
-        raise ValueError(
+        raise refused(
             f"{source} is no file or folder here, and jkv downloads no data sets. Download it, for example with: "
-            f"hf download {source} --repo-type dataset --local-dir {source.name}; then give that folder."
+            f"hf download {source} --repo-type dataset --local-dir {source.name}; then give that folder.",
+            source="not_found",
         )
     folder = snapshot_of(source)
     if is_saved(folder) or (folder / "dataset_dict.json").is_file():
         if subset:
-            raise ValueError(f"{source} was written by save_to_disk and has no subsets; got {subset!r}. Leave subset out.")
+            rule = f"{source} was written by save_to_disk and has no subsets; got {subset!r}. Leave subset out."
+            raise refused(rule, subset="unknown_name")
         return read_saved(folder, split)
     files = [path for path in folder.rglob("*") if path.suffix in FORMATS and not is_hidden(path, folder)]
     if not files:
-        raise ValueError(f"{source} must hold {', '.join(FORMATS)} files, or what save_to_disk writes; it holds none.")
+        rule = f"{source} must hold {', '.join(FORMATS)} files, or what save_to_disk writes; it holds none."
+        raise refused(rule, source="not_found")
     places = {path: place_of(path.relative_to(folder)) for path in sorted(files)}
     if subset is not None:
         known = sorted({own for _, own in places.values() if own})
         places = {path: place for path, place in places.items() if fnmatch.fnmatchcase(place[1], subset)}
         if not places:
-            raise ValueError(f"{source} has the subsets {known}; got {subset!r}.")
+            raise refused(f"{source} has the subsets {known}; got {subset!r}.", subset="unknown_name")
     chosen = choose_split(source, {own for own, _ in places.values()}, split)
     subsets = sorted({own for each, own in places.values() if each == chosen})
     if subset is None and len(subsets) > 1:
-        raise ValueError(f"{source} holds several sets: {', '.join(subsets)}. Choose with subset (--subset {subsets[0]}).")
+        rule = f"{source} holds several sets: {', '.join(subsets)}. Choose with subset (--subset {subsets[0]})."
+        raise refused(rule, subset="missing")
     return [row for name in subsets for path in of_one_format(places, chosen, name) for row in read_file(path)]
 
 
@@ -107,7 +112,8 @@ def choose_split(source: Path, known: set[str], split: str | None) -> str:
     if split is None:
         split = next(iter(known)) if len(known) == 1 else "test"
     if split not in known:
-        raise ValueError(f"{source} has the splits {', '.join(sorted(known))}; got {split!r}. Choose with split (--split).")
+        rule = f"{source} has the splits {', '.join(sorted(known))}; got {split!r}. Choose with split (--split)."
+        raise refused(rule, split="unknown_name")
     return split
 
 
@@ -121,19 +127,21 @@ def read_saved(folder: Path, split: str | None) -> list[Row]:
     if not is_saved(folder):
         known = read_json(folder / "dataset_dict.json", ("splits",))["splits"]
         if not isinstance(known, list) or not all(isinstance(name, str) for name in known):
-            raise ValueError(
-                f"{folder}/dataset_dict.json must list splits by name; got {shown(known)}. Save the data set again."
-            )
+            rule = f"{folder}/dataset_dict.json must list splits by name; got {shown(known)}. Save the data set again."
+            raise refused(rule, source="invalid")
         chosen = choose_split(folder, set(known), split)
         if not is_saved(inner := inside(folder, chosen)):
-            raise ValueError(f"{folder} must hold the split {chosen}, as save_to_disk wrote it; {inner} has no state.json.")
+            rule = f"{folder} must hold the split {chosen}, as save_to_disk wrote it; {inner} has no state.json."
+            raise refused(rule, source="not_found")
         return read_saved(inner, None)
     if split is not None:
-        raise ValueError(f"{folder} is a single split, as save_to_disk wrote it; got {split!r}. Leave split out.")
+        rule = f"{folder} is a single split, as save_to_disk wrote it; got {split!r}. Leave split out."
+        raise refused(rule, split="unknown_name")
     shards = read_json(folder / "state.json", ("_data_files",))["_data_files"]
     names = [shard.get("filename") if isinstance(shard, dict) else None for shard in shards if isinstance(shards, list)]
     if not names or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{folder}/state.json must list files by filename; got {shown(shards)}. Save the data set again.")
+        rule = f"{folder}/state.json must list files by filename; got {shown(shards)}. Save the data set again."
+        raise refused(rule, source="invalid")
     return [row for name in names for row in read_file(inside(folder, str(name)))]
 
 
@@ -145,7 +153,7 @@ def inside(folder: Path, name: str) -> Path:
     """
     path = folder / name
     if not path.resolve().is_relative_to(folder.resolve()):
-        raise ValueError(f"{folder} may only name files inside it; got {shown(name)}. Save the data set again.")
+        raise refused(f"{folder} may only name files inside it; got {shown(name)}. Save the data set again.", source="invalid")
     return path
 
 
@@ -163,16 +171,17 @@ def read_csv(path: Path) -> list[Row]:
     try:
         rows = list(csv.DictReader(io.StringIO(read_text(path), newline="")))
     except csv.Error as error:
-        raise ValueError(f"{path} must be a CSV file: {error}. Correct or convert it.") from None
+        raise refused(f"{path} must be a CSV file: {error}. Correct or convert it.", source="invalid") from None
     if rows and None in rows[0]:
-        raise ValueError(f"{path} must name its fields in the first line; line 2 has more values than fields. Add the names.")
+        rule = f"{path} must name its fields in the first line; line 2 has more values than fields. Add the names."
+        raise refused(rule, source="invalid")
     return rows
 
 
 def read_arrow(path: Path) -> list[Row]:
     """The rows of a parquet file, or of the arrow stream that `save_to_disk` writes."""
     if importlib.util.find_spec("pyarrow") is None:
-        raise ValueError(f"{path} is read with pyarrow, which is not installed. Run: {install('eval')}.")
+        raise refused(f"{path} is read with pyarrow, which is not installed. Run: {install('eval')}.", source="unsupported")
     import pyarrow as arrow
     from pyarrow import ipc, parquet
 
@@ -183,7 +192,7 @@ def read_arrow(path: Path) -> list[Row]:
         with arrow.memory_map(str(path)) as source, ipc.open_stream(source) as reader:
             return reader.read_all().to_pylist()
     except arrow.ArrowException as error:
-        raise ValueError(f"{path} must be a {path.suffix} file; {str(error).splitlines()[0]}") from None
+        raise refused(f"{path} must be a {path.suffix} file; {str(error).splitlines()[0]}", source="invalid") from None
 
 
 def check_fields(source: Path, rows: Sequence[Row], fields: Sequence[str]) -> None:
@@ -191,8 +200,9 @@ def check_fields(source: Path, rows: Sequence[Row], fields: Sequence[str]) -> No
     for number, row in enumerate(rows, 1):
         if missing := [field for field in fields if row.get(field) is None]:
             wanted = " and ".join(f'"{field}"' for field in fields)
-            raise ValueError(
+            raise refused(
                 f'Each line of {source} must be an object with {wanted}; line {number} is not: "{missing[0]}" is not among '
                 f"its fields {', '.join(map(str, row))}. Name them with question and answer (--question, --answer), or take a "
-                "preset."
+                "preset.",
+                source="invalid",
             )

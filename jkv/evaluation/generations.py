@@ -26,6 +26,7 @@ from jkv.engine.prompts import encode_prompts
 from jkv.engine.requests import Request, RequestOptions, check_sampling, make_requests, spread_policies
 from jkv.engine.results import Result
 from jkv.engine.stats import RunStats
+from jkv.errors import refused
 from jkv.evaluation.budgets import Budget
 from jkv.evaluation.graders import Grader, grader_of
 from jkv.evaluation.problems import Problem, tokens_of
@@ -116,9 +117,10 @@ def run(
     check_counts(samples=samples)
     judge, draws = grader_of(grader), check_sampling(sampling)
     if samples > 1 and draws.temperature == 0:
-        raise ValueError(f"Greedy samples are all the same; got {samples} of them. Set a temperature, or samples to 1.")
+        rule = f"Greedy samples are all the same; got {samples} of them. Set a temperature, or samples to 1."
+        raise refused(rule, samples="conflict")
     if path is not None and draws.temperature > 0 and draws.seed is None:
-        raise ValueError("A run that is written to be resumed needs a seed; got None. Give sampling one.")
+        raise refused("A run that is written to be resumed needs a seed; got None. Give sampling one.", sampling="missing")
     prompts = encode_prompts(model, [tokens_of(model, problem) for problem in problems])
     if max_new_tokens is None:
         max_new_tokens = default_limit(model, prompts)
@@ -270,18 +272,21 @@ def take_up(
             known = {"prompt": problems[index].prompt, "gold": problems[index].answer, "settings": policies[index].definition}
             differ = [name for name, value in known.items() if record[name] != value]
         if differ:
-            raise ValueError(
+            raise refused(
                 f"{path} must hold samples of the same problems and policy; line {number} is of others, by "
-                f"{', '.join(differ)}. {NEW_FOLDER}"
+                f"{', '.join(differ)}. {NEW_FOLDER}",
+                path="conflict",
             )
         check_same(f"Line {number} of {path} is of another run", record.get("made_of", {}), origin, NEW_FOLDER)
         if type(record["sample"]) is not int or not 0 <= record["sample"] < samples:
-            raise ValueError(
+            raise refused(
                 f"{path} must hold samples below {samples} of each problem; line {number} has {shown(record['sample'])}. "
-                "Ask for more samples, or give another --out."
+                "Ask for more samples, or give another --out.",
+                path="conflict",
             )
         if place in seen:
-            raise ValueError(f"{path} must hold each sample once; line {number} repeats one. Remove the line, or the file.")
+            rule = f"{path} must hold each sample once; line {number} repeats one. Remove the line, or the file."
+            raise refused(rule, path="invalid")
         seen.add(place)
     return records
 

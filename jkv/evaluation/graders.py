@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from decimal import Decimal
 from pathlib import Path
 
-from jkv.checks import install
+from jkv.checks import check_known, install
+from jkv.errors import refused
 from jkv.evaluation.chains import read_answer
 from jkv.evaluation.time_limit import TimeLimited
 from jkv.reasoning.marks import after_thinking
@@ -154,11 +155,11 @@ def grader_of(name: str) -> Grader:
     Raises:
       ValueError: an unknown name, or a package that is not installed.
     """
-    if name not in GRADERS:
-        raise ValueError(f"grader must be one of {', '.join(GRADERS)}; got {name!r}.")
+    check_known(GRADERS, grader=name)
     grader = GRADERS[name]
     if grader.needs and importlib.util.find_spec(grader.needs) is None:
-        raise ValueError(f"The {name} grader compares with math-verify, which is not installed. Run: {install('eval')}.")
+        rule = f"The {name} grader compares with math-verify, which is not installed. Run: {install('eval')}."
+        raise refused(rule, grader="unsupported")
     return grader
 
 
@@ -176,7 +177,8 @@ def check_gold(answers: Sequence[str], grader: Grader) -> None:
     failing = failing_gold(answers, grader)
     if failing:
         named = ", ".join(f"{i} {answers[i]!r}" for i in failing[:5]) + (", ..." if len(failing) > 5 else "")
-        raise ValueError(
+        raise refused(
             f"A grader must mark every gold answer right; this one fails {len(failing)} of {len(answers)}: {named}. "
-            "Choose another grader, correct the answers, or leave these problems out with skip_ungradable (--skip-ungradable)."
+            "Choose another grader, correct the answers, or leave these problems out with skip_ungradable (--skip-ungradable).",
+            answers="invalid",
         )

@@ -7,6 +7,7 @@ import numpy as np
 
 from jkv.analysis.recall import Text, future_reads
 from jkv.engine.results import complete
+from jkv.errors import refused
 from jkv.eviction import Policy
 from jkv.generate import generate
 from jkv.model.params import Model
@@ -45,7 +46,8 @@ def settings_of_oracle(settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """
     own = {"interval": INTERVAL} | settings.get(ORACLE, {})
     if unknown := sorted(set(own) - {"interval", "sinks", "recent"}):
-        raise ValueError(f"The oracle has the settings interval, sinks and recent; got {', '.join(unknown)}.")
+        rule = f"The oracle has the settings interval, sinks and recent; got {', '.join(unknown)}."
+        raise refused(rule, settings="unknown_name")
     return own
 
 

@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from jkv.checks import did_you_mean, shown, typed
+from jkv.checks import did_you_mean, need_tokenizer, shown, typed
 from jkv.engine.options import EngineOptions
 from jkv.engine.results import complete
+from jkv.errors import refused
 from jkv.evaluation.budgets import parse_mean_budget
 from jkv.evaluation.contrasts import p_cell
 from jkv.evaluation.generations import NEW_FOLDER
@@ -92,15 +93,17 @@ def text_sets(tables: dict[str, Any]) -> list[TextSet]:
       ValueError: no set, an unknown kind, no budgets, or options that the kind does not have.
     """
     if not tables or not all(isinstance(table, dict) for table in tables.values()):
-        raise ValueError(f"A probe needs texts, one table each, such as [texts.stream] with budgets = [128]; got {tables!r}.")
+        rule = f"A probe needs texts, one table each, such as [texts.stream] with budgets = [128]; got {tables!r}."
+        raise refused(rule, texts="invalid")
     sets = []
     for name, table in tables.items():
         options = dict(table)
         kind, budgets = options.pop("kind", name), options.pop("budgets", [])
         if kind not in KINDS:
-            raise ValueError(f"[texts.{name}] must be of a kind of {', '.join(KINDS)}; got {kind!r}. Set kind, or name it so.")
+            rule = f"[texts.{name}] must be of a kind of {', '.join(KINDS)}; got {kind!r}. Set kind, or name it so."
+            raise refused(rule, texts="unknown_name")
         if not isinstance(budgets, list) or not budgets:
-            raise ValueError(f'[texts.{name}] needs budgets, such as ["12.5%", 256]; got {budgets!r}.')
+            raise refused(f'[texts.{name}] needs budgets, such as ["12.5%", 256]; got {budgets!r}.', texts="missing")
         for budget in budgets:
             parse_mean_budget(budget)
         check_options(f"[texts.{name}]", kind, options)
@@ -115,16 +118,17 @@ def check_options(where: str, kind: str, options: dict[str, Any]) -> None:
     for name, value in options.items():
         if name not in fields:
             known = ", ".join(("kind", "budgets", *fields))
-            raise ValueError(f"{where} may set {known}; got {shown(name)}.{did_you_mean(name, fields)}")
+            raise refused(f"{where} may set {known}; got {shown(name)}.{did_you_mean(name, fields)}", **{name: "unknown_name"})
         is_one, least = fields[name].annotation is int, int(name not in ("first", "passes", "seed", "times"))
         numbers = [value] if is_one else value
         if not isinstance(numbers, list) or not numbers:
-            raise ValueError(f"{where} {name} must be a list of whole numbers; got {shown(value)}.")
+            raise refused(f"{where} {name} must be a list of whole numbers; got {shown(value)}.", **{name: "wrong_type"})
         check_numbers({name: numbers})
         if any(typed(f"{where} {name}", number, int) < least for number in numbers):
-            raise ValueError(f"{where} {name} must be at least {least}; got {shown(value)}.")
+            raise refused(f"{where} {name} must be at least {least}; got {shown(value)}.", **{name: "out_of_range"})
     if missing := [name for name, field in fields.items() if field.default is field.empty and name not in options]:
-        raise ValueError(f"{where} needs {missing[0]}, such as {missing[0]} = 16; got {', '.join(options) or 'no options'}.")
+        rule = f"{where} needs {missing[0]}, such as {missing[0]} = 16; got {', '.join(options) or 'no options'}."
+        raise refused(rule, **{missing[0]: "missing"})
 
 
 def probe(
@@ -154,8 +158,7 @@ def probe(
       ValueError: a model without a tokenizer, texts longer than its positions, what a policy refuses, or a file of readings of
         another model.
     """
-    if model.tokenizer is None:
-        raise ValueError(f"Probes are made of text; {model.name} has no tokenizer. Take a model with one.")
+    need_tokenizer(model.tokenizer, "Probes are made of text")
     settings = settings or {}
     known = {one.key: one for one in read_known(path)}
     wanted = [(texts, texts.probes(model.tokenizer)) for texts in sets]
@@ -219,7 +222,8 @@ def check_lengths(model: Model, texts: TextSet, probes: Sequence[Probe]) -> None
     """Refuses texts that the model has no positions for."""
     longest, most = max(len(one.prompt) + len(one.rest) for one in probes), model.config.max_positions
     if longest > most:
-        raise ValueError(f"Texts of {texts.name} must fit the model's {most} positions; one has {longest}. Make them shorter.")
+        rule = f"Texts of {texts.name} must fit the model's {most} positions; one has {longest}. Make them shorter."
+        raise refused(rule, texts="does_not_fit")
 
 
 def runs_of(

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jkv.errors import refused
 from jkv.evaluation.word_problems import NAMES, draw_word_problem, write_solution
 
 CITIES = ("Oslo", "Lima", "Cairo", "Delhi", "Paris", "Tokyo", "Quito", "Rome", "Dublin", "Kiev", "Accra", "Sofia")
@@ -90,10 +91,12 @@ def stream(tokenizer: Any, count: int, length: int, *, prompt: int = 32, first: 
       ValueError: passages that the manual is too short for, or shorter than their prompt.
     """
     if max(prompt, first) >= length:
-        raise ValueError(f"prompt and first must lie in a passage; got {prompt} and {first} of length {length}. Raise length.")
+        rule = f"prompt and first must lie in a passage; got {prompt} and {first} of length {length}. Raise length."
+        raise refused(rule, length="does_not_fit")
     tokens = tokenizer.encode(manual(), add_special_tokens=False)
     if count * length > len(tokens):
-        raise ValueError(f"The manual has {len(tokens):,} tokens; got {count} passages of {length}. Lower count or length.")
+        rule = f"The manual has {len(tokens):,} tokens; got {count} passages of {length}. Lower count or length."
+        raise refused(rule, length="does_not_fit")
     starts = [i * (len(tokens) - length) // max(count - 1, 1) for i in range(count)]
     scored = list(range(max(0, (first or length // 4) - prompt), length - prompt))
     return [Probe("", tokens[i : i + prompt], tokens[i + prompt : i + length], scored) for i in starts]
@@ -126,9 +129,10 @@ def doses(tokenizer: Any, count: int, length: int, *, times: Sequence[int] = (1,
             order = rng.permutation(len(filler)).tolist()
             body = length - TAIL - often * sum(map(len, facts))
             if body < length // 2:
-                raise ValueError(
+                raise refused(
                     f"Facts said {often} times and {TAIL} tokens after them must leave half of {length} tokens to filler. "
-                    "Raise length, or say them less often."
+                    "Raise length, or say them less often.",
+                    length="does_not_fit",
                 )
             pieces, sentences = take(order, filler, encode, body)
             tail, _ = take(order[sentences:], filler, encode, TAIL)
@@ -178,7 +182,7 @@ def chains(tokenizer: Any, count: int, *, passes: Sequence[int] = (0, 2, 4), ste
       ValueError: more steps than there are people.
     """
     if steps >= len(NAMES):
-        raise ValueError(f"steps must be below {len(NAMES)}, the number of people; got {steps}.")
+        raise refused(f"steps must be below {len(NAMES)}, the number of people; got {steps}.", steps="out_of_range")
     probes = []
     for i in range(count):
         for verified in passes:
@@ -209,7 +213,8 @@ def scored_ids(encode: Callable[[str], list[int]], text: str) -> list[int]:
     """
     ids = encode(text)
     if not ids:
-        raise ValueError(f"A text that is scored must have a token; {text!r} has none. Take a model whose tokenizer reads it.")
+        rule = f"A text that is scored must have a token; {text!r} has none. Take a model whose tokenizer reads it."
+        raise refused(rule, text="invalid")
     return ids
 
 

@@ -13,6 +13,8 @@ import numpy as np
 
 from jkv.checkpoints.chat_template import ChatText, has_chat_template, render_chats
 from jkv.checkpoints.chat_tokens import encode_chat
+from jkv.checks import check_known
+from jkv.errors import refused
 from jkv.evaluation.datasets import Row, check_fields, read_rows
 from jkv.evaluation.graders import read_box
 from jkv.model.params import Model
@@ -71,8 +73,8 @@ def preset_of(name: str | None, question: str | None = None, answer: str | None 
     Raises:
       ValueError: an unknown name.
     """
-    if name is not None and name not in PRESETS:
-        raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {name!r}. Or name the fields: question, answer.")
+    if name is not None:
+        check_known(PRESETS, preset=name)
     preset = OWN if name is None else PRESETS[name]
     if question is not None:
         preset = dataclasses.replace(preset, question=(question,))
@@ -89,7 +91,7 @@ def read_questions(
     """
     rows = read_rows(source, split, subset)
     if not rows:
-        raise ValueError(f"{source} must hold at least one problem; it is empty.")
+        raise refused(f"{source} must hold at least one problem; it is empty.", source="missing")
     question, answer = (spelling(rows[0], names) for names in (preset.question, preset.answer))
     check_fields(source, rows, [question, answer, *preset.wrong])
     return [ask(row, question, answer, preset, (shuffle_seed, index)) for index, row in enumerate(rows)]
@@ -105,9 +107,8 @@ def ask(row: Row, question: str, answer: str, preset: Preset, seed: tuple[int, i
     text, gold = str(row[question]), text_of(row[answer])
     if preset.after:
         if preset.after not in gold:
-            raise ValueError(
-                f'The answer must follow "{preset.after}", as this preset has it; row {seed[1]} has {gold[-60:]!r}.'
-            )
+            rule = f'The answer must follow "{preset.after}", as this preset has it; row {seed[1]} has {gold[-60:]!r}.'
+            raise refused(rule, answer="invalid")
         gold = gold.rpartition(preset.after)[2].strip()
     if "\\boxed{" in gold:  # some copies keep no answer but the whole solution
         gold = read_box(gold) or gold
@@ -138,12 +139,13 @@ def put(
         fails.
     """
     if QUESTION not in template:
-        raise ValueError(f"template must say where the question goes, as {QUESTION}; got {template!r}.")
+        raise refused(f"template must say where the question goes, as {QUESTION}; got {template!r}.", template="missing")
     asked = [(template.replace(QUESTION, question), answer) for question, answer in questions]
     if not chat_template:
         return [Problem(prompt, answer) for prompt, answer in asked]
     if not has_chat_template(tokenizer):
-        raise ValueError("chat_template needs a tokenizer that has one; this model's has none. Leave it out.")
+        rule = "chat_template needs a tokenizer that has one; this model's has none. Leave it out."
+        raise refused(rule, chat_template="unsupported")
     turns = [[{"role": "user", "content": prompt}] for prompt, _ in asked]
     rendered = render_chats(tokenizer, turns, add_generation_prompt=True)
     return [Problem(prompt, answer, is_chat=True) for prompt, (_, answer) in zip(rendered, asked, strict=True)]

@@ -9,7 +9,7 @@ from typing import Any
 
 from jkv.cache.slot_size import SlotSize
 from jkv.checks import shown, size
-from jkv.errors import InputError
+from jkv.errors import InputError, refused
 from jkv.eviction.policy import Policy, noted
 from jkv.eviction.schedules import WholeBlocks
 from jkv.eviction.scores import UniformBlocks
@@ -49,14 +49,16 @@ def check_sealing_on(platform: str, kv_format: Format | None, head_size: int) ->
     if not isinstance(kv_format, SealedFormat) or platform != "tpu":
         return
     if head_size != LANES:
-        raise ValueError(
+        raise refused(
             f'kv_dtype="{kv_format.name}" on a TPU needs heads of {LANES} channels, which fill the lanes of its memory; got '
-            f'{head_size}. Use kv_dtype="int8", or "int4" with heads of 64.'
+            f'{head_size}. Use kv_dtype="int8", or "int4" with heads of 64.',
+            kv_dtype="unsupported",
         )
     if kv_format.page != LANES:
-        raise ValueError(
+        raise refused(
             f'kv_dtype="{kv_format.name}" on a TPU needs pages of {LANES} slots, which fill the lanes of its memory; got '
-            f"page_size={kv_format.page}. Leave page_size out."
+            f"page_size={kv_format.page}. Leave page_size out.",
+            page_size="unsupported",
         )
 
 

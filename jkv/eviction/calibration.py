@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jkv.checks import shown
+from jkv.errors import refused
 from jkv.model.params import Model, ModelConfig
 from jkv.reports import write_bytes
 from jkv.text_files import check_file
@@ -46,7 +47,7 @@ class Calibration:
     def __post_init__(self) -> None:
         self.check_shapes()
         if not all(np.isfinite(array).all() for array in self.arrays):
-            raise ValueError(f"{self.what} must be finite; these are not. Calibrate again.")
+            raise refused(f"{self.what} must be finite; these are not. Calibrate again.", calibration="out_of_range")
 
     def check_shapes(self) -> None:
         """Refuses arrays that do not fit each other."""
@@ -101,9 +102,8 @@ class Calibration:
                 return cls(arrays, dict(file.metadata() or {}))
         except (OSError, TypeError, ValueError, SafetensorError) as error:
             why = str(error).replace(str(path), "it").rstrip(".")[:300]
-            raise ValueError(
-                f"{cls.what} must be a safetensors file made by `{cls.command}`; {shown(str(path))}: {why}."
-            ) from error
+            rule = f"{cls.what} must be a safetensors file made by `{cls.command}`; {shown(str(path))}: {why}."
+            raise refused(rule, path="invalid") from error
 
     def check(self, name: str, model: Model, is_trained: bool = False) -> None:
         """Refuses what is of another model: of other shapes or RoPE, or of other weights unless those are being trained.
@@ -116,9 +116,8 @@ class Calibration:
         got |= {"RoPE": self.about.get("rope"), "weights with the digest": self.about.get("weights")}
         for trait, value in wanted.items():
             if got[trait] != value:
-                raise ValueError(
-                    f"{self.what} must be of this model, with {trait} {value}; {name} has {shown(got[trait])}. {self.remedy}"
-                )
+                rule = f"{self.what} must be of this model, with {trait} {value}; {name} has {shown(got[trait])}. {self.remedy}"
+                raise refused(rule, model="conflict")
 
 
 def rope_words(config: ModelConfig) -> Any:
@@ -157,7 +156,8 @@ class QueryStatistics(Calibration):
     def check_shapes(self) -> None:
         mean, modulus = self.arrays
         if mean.ndim != 3 or modulus.shape[:-1] != mean.shape[:-1] or 2 * modulus.shape[-1] > mean.shape[-1]:
-            raise ValueError(f"mean must be [L, N, H] and modulus [L, N, half]; got {mean.shape} and {modulus.shape}.")
+            rule = f"mean must be [L, N, H] and modulus [L, N, half]; got {mean.shape} and {modulus.shape}."
+            raise refused(rule, calibration="wrong_type")
 
     def shapes_for(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
         heads = config.num_paged_layers, config.num_query_heads

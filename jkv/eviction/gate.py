@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 
 from jkv.checkpoints.checkpoint_tensors import read_header
 from jkv.checks import shown
+from jkv.errors import refused
 from jkv.eviction.calibration import Calibration
 from jkv.model.params import Model, ModelConfig
 from jkv.text_files import check_file
@@ -132,7 +133,7 @@ class Gate(Calibration):
     def __post_init__(self) -> None:
         if not isinstance(self.arrays, self.kind):
             names = ", ".join(kind.__name__ for kind in self.kind)
-            raise ValueError(f"{self.what} must be one of {names}; got {shown(self.arrays)}.")
+            raise refused(f"{self.what} must be one of {names}; got {shown(self.arrays)}.", gate="wrong_type")
         super().__post_init__()
 
     @property
@@ -152,7 +153,8 @@ class Gate(Calibration):
         for name, letters in axes_of(self.arrays).items():
             shape = getattr(self.arrays, name).shape
             if len(shape) != len(letters) or any(sizes.setdefault(x, n) != n for x, n in zip(letters, shape, strict=True)):
-                raise ValueError(f"{name} must be [{', '.join(letters)}], with {shown(sizes)} so far; got {shape}.")
+                rule = f"{name} must be [{', '.join(letters)}], with {shown(sizes)} so far; got {shape}."
+                raise refused(rule, gate="wrong_type")
 
     def shapes_for(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
         sizes: dict[str, int] = {}
@@ -188,7 +190,7 @@ class Gate(Calibration):
         try:
             return cls(arrays, about)
         except ValueError as error:
-            raise ValueError(f"{cls.what} must fit each other; {shown(str(path))}: {error}") from error
+            raise refused(f"{cls.what} must fit each other; {shown(str(path))}: {error}", path="invalid") from error
 
 
 def axes_of(arrays: Any) -> dict[str, list[str]]:
@@ -268,18 +270,21 @@ def read_gate(path: Path, what: str) -> tuple[Any, dict[str, str]]:
     layers = by_layer(named, path, what)
     suffixes = frozenset().union(*layers.values())
     if suffixes not in PUBLISHED:
-        raise ValueError(
+        raise refused(
             f"{what} must be those of DMS, KVzap or Fast KVzip, by the names in `jkv.Gate.load`; {shown(str(path))} has the "
-            f"tensors {shown(sorted(named))}. Extract the gate's tensors alone, under these names."
+            f"tensors {shown(sorted(named))}. Extract the gate's tensors alone, under these names.",
+            path="invalid",
         )
     for index, layer in layers.items():
         if missing := suffixes - layer.keys():
-            raise ValueError(f"{what} must be of all layers; {shown(str(path))} lacks {min(missing)} of layer {index}.")
+            rule = f"{what} must be of all layers; {shown(str(path))} lacks {min(missing)} of layer {index}."
+            raise refused(rule, path="missing")
     try:
         each = [PUBLISHED[suffixes](layers[index]) for index in range(len(layers))]
         return type(each[0])(*(np.stack(parts) for parts in zip(*each, strict=True))), about
     except ValueError as error:
-        raise ValueError(f"{what} must have the shapes in `jkv.Gate.load`; {shown(str(path))}: {error}.") from error
+        rule = f"{what} must have the shapes in `jkv.Gate.load`; {shown(str(path))}: {error}."
+        raise refused(rule, path="invalid") from error
 
 
 def by_layer(named: Mapping[str, np.ndarray], path: Path, what: str) -> dict[int, dict[str, np.ndarray]]:
@@ -288,13 +293,15 @@ def by_layer(named: Mapping[str, np.ndarray], path: Path, what: str) -> dict[int
     for name, tensor in named.items():
         found = LAYER.fullmatch(name)
         if found is None:
-            raise ValueError(
+            raise refused(
                 f"{what} must be named as in `jkv.Gate.load`; {shown(str(path))} has the tensor {shown(name)}. Leave out what "
-                "is not of the gate."
+                "is not of the gate.",
+                path="invalid",
             )
         layers.setdefault(int(found[1]), {})[found[2]] = tensor
     if sorted(layers) != list(range(len(layers))) or not layers:
-        raise ValueError(f"{what} must be of all layers from 0 on; {shown(str(path))} has {shown(sorted(layers))}.")
+        rule = f"{what} must be of all layers from 0 on; {shown(str(path))} has {shown(sorted(layers))}."
+        raise refused(rule, path="missing")
     return layers
 
 
@@ -303,20 +310,20 @@ def read_tensors(path: Path, what: str) -> tuple[dict[str, np.ndarray], dict[str
     from safetensors import SafetensorError, safe_open
 
     if path.suffix.lower() in PICKLES:
-        raise ValueError(
+        raise refused(
             f"{what} must be a safetensors file; {shown(str(path))} may be a pickle, which can run any code when it is read, "
-            "so it is not opened. Convert it with safetensors.torch.save_file where you trust it."
+            "so it is not opened. Convert it with safetensors.torch.save_file where you trust it.",
+            path="invalid",
         )
     try:
         check_file(path)
         header = read_header(path)
         if odd := [name for name, stored in header.items() if stored.dtype not in FLOATS]:
-            raise ValueError(f"{odd[0]} must be of {', '.join(FLOATS)}; got {header[odd[0]].dtype}")
+            raise refused(f"{odd[0]} must be of {', '.join(FLOATS)}; got {header[odd[0]].dtype}", path="wrong_type")
         with safe_open(str(path), framework="numpy") as file:
             return {name: file.get_tensor(name).astype(np.float32) for name in header}, dict(file.metadata() or {})
     except (OSError, TypeError, ValueError, SafetensorError) as error:
         plain = error.strerror if isinstance(error, OSError) else None  # without the number
         why = plain or str(error).replace(str(path), "it").rstrip(".")[:300]
-        raise ValueError(
-            f"{what} must be a safetensors file, as `jkv.Gate.load` describes; {shown(str(path))}: {why}."
-        ) from error
+        rule = f"{what} must be a safetensors file, as `jkv.Gate.load` describes; {shown(str(path))}: {why}."
+        raise refused(rule, path="invalid") from error

@@ -7,7 +7,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Protocol
 
-from jkv.errors import InputError
+from jkv.checks import check_known
+from jkv.errors import InputError, refused
 
 DEFAULT_WINDOW = 8  # queries: the default of R-KV and SnapKV
 IN_STEP = ("", "sum", "last")
@@ -75,9 +76,8 @@ class Needs:
 
     def __post_init__(self) -> None:
         if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 0:
-            raise ValueError(f"Needs.window is a number of queries, at least 0; got {self.window!r}.")
-        if self.in_step not in IN_STEP:
-            raise ValueError(f"Needs.in_step must be one of {IN_STEP}; got {self.in_step!r}.")
+            raise refused(f"Needs.window is a number of queries, at least 0; got {self.window!r}.", window="wrong_type")
+        check_known(IN_STEP, in_step=self.in_step)
 
     def __or__(self, other: "Needs") -> "Needs":
         """The needs of both. `in_step` and `keeps_window` describe one score, so a union drops them."""

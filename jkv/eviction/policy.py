@@ -17,8 +17,8 @@ from jaxtyping import Array, Float, Int
 from jkv import notebook
 from jkv.cache.moved_sinks import MOST_SINKS
 from jkv.cache.pool import num_pages_of
-from jkv.checks import shown
-from jkv.errors import InputError
+from jkv.checks import out_of_range, shown
+from jkv.errors import InputError, refused
 from jkv.eviction.calibration import Calibration
 from jkv.eviction.evict import Cutoff, Evict, least_slots
 from jkv.eviction.gate import Gate
@@ -74,25 +74,28 @@ class Policy:
 
     def __post_init__(self) -> None:
         if (self.evict is None) != (self.schedule is None):
-            raise ValueError(f"{self.name} needs both evict (which slots stay) and schedule (when, and how many), or neither.")
+            rule = f"{self.name} needs both evict (which slots stay) and schedule (when, and how many), or neither."
+            raise refused(rule, schedule="conflict")
         if not 1 <= self.pyramid < 2:
-            raise ValueError(
-                f"pyramid is the first layer's share of the mean budget and must lie in [1, 2); got {self.pyramid}."
-            )
+            raise out_of_range("pyramid", "lie in [1, 2), the first layer's share of the mean budget", self.pyramid)
         if self.read and self.evict:
-            raise ValueError(f"{self.name} cannot evict and choose pages to read: compaction moves keys between pages.")
+            rule = f"{self.name} cannot evict and choose pages to read: compaction moves keys between pages."
+            raise refused(rule, read="conflict")
         if self.until is not None and (self.evict is None or self.evicts_in_steps):
-            raise ValueError(
+            raise refused(
                 f"{self.name} can keep all tokens after until={self.until!r} only if it evicts between steps. Use the schedule "
-                "Every(budget, interval)."
+                "Every(budget, interval).",
+                until="unsupported",
             )
         if self.share is not None:
             check_sharing(self, self.share)
         if (self.sentences is not None) != (self.evict is not None and self.evict.needs.similarity):
-            raise ValueError(f"{self.name} needs both sentences and a score that reads their similarity, or neither.")
+            rule = f"{self.name} needs both sentences and a score that reads their similarity, or neither."
+            raise refused(rule, sentences="conflict")
         reads = (False, False) if self.evict is None else (self.evict.needs.gate, self.evict.needs.calibration)
         if reads != (isinstance(self.calibration, Gate), not isinstance(self.calibration, Gate | None)):
-            raise ValueError(f"{self.name} needs both a calibration (or a gate) and a score that reads it, or neither.")
+            rule = f"{self.name} needs both a calibration (or a gate) and a score that reads it, or neither."
+            raise refused(rule, calibration="conflict")
         if self.evict is not None and self.schedule is not None:
             check_schedule(self.name, self.schedule)
             check_eviction(self, self.evict)
@@ -252,11 +255,12 @@ class Policy:
           ValueError: a policy that evicts nothing, or a view without what the score needs.
         """
         if self.evict is None:
-            raise ValueError(f"{self.name} evicts nothing, so there is nothing to select.")
+            raise refused(f"{self.name} evicts nothing, so there is nothing to select.", policy="unsupported")
         needs = self.evict.needs
         if needs.window and (view.query is None or view.query.shape[2] < needs.window):
             got = "none" if view.query is None else str(view.query.shape[2])
-            raise ValueError(f"{self.name} reads the last {needs.window} queries; the view has {got}. Pass CacheView(query=).")
+            rule = f"{self.name} reads the last {needs.window} queries; the view has {got}. Pass CacheView(query=)."
+            raise refused(rule, view="missing")
         for field, is_read, words in (
             ("mass", needs.mass, "the accumulated attention mass"),
             ("similarity", needs.similarity, "the similarity of sentences"),
@@ -266,13 +270,14 @@ class Policy:
             ("gate", needs.gate, "what its gate computed of each slot"),
         ):
             if is_read and getattr(view, field) is None:
-                raise ValueError(f"{self.name} reads {words}; the view has none. Pass CacheView({field}=).")
+                raise refused(f"{self.name} reads {words}; the view has none. Pass CacheView({field}=).", view="missing")
         if needs.calibration and self.calibration and not isinstance(view.calibration, self.calibration.kind):
             moments = jax.tree.map(lambda x: jnp.asarray(x)[layer_of(view)], self.calibration.arrays)
             view = view._replace(calibration=moments)
         if view.budget is None:
             if self.budget is None and self.is_planned:
-                raise ValueError(f"{self.name}'s budget grows with the sequence. Pass it in the view: CacheView(budget=).")
+                rule = f"{self.name}'s budget grows with the sequence. Pass it in the view: CacheView(budget=)."
+                raise refused(rule, view="missing")
             budget = view.position.shape[-1] if self.budget is None else self.budget
             view = view._replace(budget=jnp.full(view.position.shape[:2], budget, jnp.int32))
         assert view.budget is not None
@@ -327,7 +332,8 @@ def evict_by(
     author, name = score, name or getattr(score, "__name__", type(score).__name__)
     if dataclasses.is_dataclass(score):
         if needs is not None:
-            raise ValueError(f"{name} is a dataclass and declares its needs itself; got {needs=}. Leave needs= out.")
+            rule = f"{name} is a dataclass and declares its needs itself; got {needs=}. Leave needs= out."
+            raise refused(rule, needs="conflict")
     elif callable(score):
         score = FunctionScore(score, needs or Needs())
     evict: Any = Evict(score, **settings)  # which refuses what is no score
@@ -392,27 +398,33 @@ def check_eviction(policy: Policy, evict: Evict) -> None:
     """Refuses an eviction whose parts exclude each other, or whose budget is too small."""
     name = policy.name
     if policy.sentences is not None and evict.order != "position":
-        raise ValueError(f"{name} finds sentences among slots stored by position; got order={evict.order!r}.")
+        raise refused(f"{name} finds sentences among slots stored by position; got order={evict.order!r}.", order="unsupported")
     if policy.moves_sinks and not can_move_sinks(policy, evict):
-        raise ValueError(
+        raise refused(
             f"{name} can move 1 to {MOST_SINKS} sinks up to a window without gaps, with the same budget in every layer and "
-            f"head, an open prompt, compacted between steps and stored by position; got {policy}."
+            f"head, an open prompt, compacted between steps and stored by position; got {policy}.",
+            moves_sinks="unsupported",
         )
     if policy.evicts_in_steps and (not evict.needs.in_step or evict.scope not in ("head", "layer")):
-        raise ValueError(
+        raise refused(
             f"{name} cannot evict inside a decode step, which knows the attention mass of slots only, by KV head or layer; "
-            f"got {evict.score} and scope {evict.scope!r}. Use the schedule Every(budget, interval=1)."
+            f"got {evict.score} and scope {evict.scope!r}. Use the schedule Every(budget, interval=1).",
+            score="unsupported",
         )
     if policy.budget is None:
         if policy.pyramid > 1 or evict.scope == "compete":
-            raise ValueError(f"{name} has no fixed budget, so layers or heads cannot divide it; got {policy.schedule}.")
+            message = f"{name} has no fixed budget, so layers or heads cannot divide it; got {policy.schedule}."
+            raise refused(message, schedule="unsupported")
         if not policy.is_planned and evict.scope != "head":
-            raise ValueError(f"{name} compares each KV head's scores with a threshold; got scope {evict.scope!r}. Use 'head'.")
+            message = f"{name} compares each KV head's scores with a threshold; got scope {evict.scope!r}. Use 'head'."
+            raise refused(message, scope="unsupported")
         if policy.is_planned and not evict.protect_prompt:
-            raise ValueError(f"{name}'s schedule counts the prompt as kept: set protect_prompt=True in evict.")
+            message = f"{name}'s schedule counts the prompt as kept: set protect_prompt=True in evict."
+            raise refused(message, protect_prompt="unsupported")
         return
     if policy.pyramid > 1 and not policy.protected:
-        raise ValueError(f"{name} leaves its last layers next to nothing: pyramid > 1 needs sinks or recent slots.")
+        message = f"{name} leaves its last layers next to nothing: pyramid > 1 needs sinks or recent slots."
+        raise refused(message, pyramid="unsupported")
     if policy.budget < policy.protected:
         rule = "{name}'s {field} must hold its sinks and recent slots, {least}; got {field}={got}. Raise it, or lower them."
         least = f"{evict.sinks} + {evict.recent} = {policy.protected}"
@@ -434,14 +446,17 @@ def check_sharing(policy: Policy, share: Share) -> None:
     """Refuses parts that exclude sharing."""
     name = policy.name
     if policy.needs.mass:
-        raise ValueError(
+        raise refused(
             f"{name} cannot share pages: it evicts inside decode steps or reads the accumulated attention mass, and both need "
-            "pages that a row has to itself. Share with a policy that compacts between steps by another score, such as r_kv."
+            "pages that a row has to itself. Share with a policy that compacts between steps by another score, such as r_kv.",
+            share="unsupported",
         )
     if policy.read is not None or policy.moves_sinks:
-        raise ValueError(
+        raise refused(
             f"{name} cannot share pages and choose pages to read (quest) or move its sinks: both need pages in the order of "
-            "the text."
+            "the text.",
+            share="unsupported",
         )
     if share.align_steps and policy.evict is not None:
-        raise ValueError(f"{name} cannot both evict and start thoughts on pages of their own: leave align_steps out.")
+        rule = f"{name} cannot both evict and start thoughts on pages of their own: leave align_steps out."
+        raise refused(rule, share="unsupported")

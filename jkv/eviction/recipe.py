@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, cast
 
 from jkv.checks import check_length, did_you_mean, shown, typed
-from jkv.errors import Code, InputError
+from jkv.errors import Code, InputError, refused
 from jkv.eviction.byte_budget import ByteBudget, in_bytes
 from jkv.eviction.policy import Policy, noted
 from jkv.limits import MOST_SIZE
@@ -166,9 +166,11 @@ def chain(*policies: Any) -> Policy:
     'reason_cache+r_kv'
     """
     if any(isinstance(policy, ByteBudget) for policy in policies):
-        raise ValueError(f"chain takes policies with budgets in slots; got {policies!r}. Give slots, such as budget=1024.")
+        rule = f"chain takes policies with budgets in slots; got {policies!r}. Give slots, such as budget=1024."
+        raise refused(rule, policies="unsupported")
     if not policies or not all(isinstance(policy, Policy) for policy in policies):
-        raise ValueError(f"chain takes policies, such as jkv.reason_cache() and jkv.r_kv(budget=1024); got {policies!r}.")
+        rule = f"chain takes policies, such as jkv.reason_cache() and jkv.r_kv(budget=1024); got {policies!r}."
+        raise refused(rule, policies="wrong_type")
     fields: dict[str, Any] = {}
     for policy in policies:
         for field in dataclasses.fields(Policy):
@@ -176,6 +178,7 @@ def chain(*policies: Any) -> Policy:
             if field.name == "name" or not field.init or value == field.default:
                 continue
             if field.name in fields:
-                raise ValueError(f"chain takes one policy for each part; two have {field.name!r}: {policies!r}.")
+                rule = f"chain takes one policy for each part; two have {field.name!r}: {policies!r}."
+                raise refused(rule, policies="conflict")
             fields[field.name] = value
     return noted(Policy("+".join(policy.name for policy in policies), **fields), "chain", policies, {})

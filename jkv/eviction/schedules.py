@@ -10,7 +10,7 @@ import numbers
 from typing import Protocol, runtime_checkable
 
 from jkv.checks import check_known, check_least, shown
-from jkv.errors import InputError
+from jkv.errors import InputError, refused
 from jkv.eviction.needs import Needs
 
 
@@ -193,15 +193,18 @@ def check_schedule(name: str, schedule: object) -> None:
     """
     own = getattr(schedule, "__name__", type(schedule).__name__)
     if not dataclasses.is_dataclass(schedule) or isinstance(schedule, type) or type(schedule).__hash__ is None:
-        raise ValueError(
+        raise refused(
             f"A schedule is a frozen dataclass; {name}'s {own} is not. Write @dataclasses.dataclass(frozen=True) above its "
-            "class."
+            "class.",
+            schedule="wrong_type",
         )
     if not isinstance(schedule, Schedule):
         methods = [method for method in SCHEDULE if not hasattr(schedule, method)]
-        raise ValueError(f"A schedule has {', '.join(SCHEDULE)}; {name}'s {own} lacks {', '.join(methods)}.")
+        rule = f"A schedule has {', '.join(SCHEDULE)}; {name}'s {own} lacks {', '.join(methods)}."
+        raise refused(rule, schedule="wrong_type")
     if schedule.budget is not None and "budget" not in {field.name for field in dataclasses.fields(schedule)}:
-        raise ValueError(f"A schedule with a fixed budget has it as a field; {name}'s {own} does not. Write `budget: int`.")
+        rule = f"A schedule with a fixed budget has it as a field; {name}'s {own} does not. Write `budget: int`."
+        raise refused(rule, schedule="wrong_type")
 
 
 def check_answers(name: str, schedule: Schedule, prompt: int, new: int) -> None:
@@ -244,9 +247,10 @@ def ask(name: str, schedule: Schedule, method: str, *arguments: int) -> int | No
         return None
     if isinstance(answer, numbers.Integral) and not isinstance(answer, bool) and int(answer) >= 1:
         return int(answer)
-    raise ValueError(
+    raise refused(
         f"{name}'s {type(schedule).__name__}.{method} must return a whole number, at least 1{', or None' * may_be_none}; got "
-        f"{shown(answer)}. Correct it."
+        f"{shown(answer)}. Correct it.",
+        schedule="wrong_type",
     )
 
 

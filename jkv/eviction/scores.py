@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 import pallas_kernels as kernels
 from jkv.checks import check_known, check_least
-from jkv.errors import InputError
+from jkv.errors import InputError, refused
 from jkv.eviction.needs import Needs
 from jkv.eviction.view import CacheView
 from pallas_kernels.largest_slots import ROUNDING
@@ -137,9 +137,10 @@ class AttentionMass:
         for field, known in MASS_SETTINGS.items():
             check_known(known, **{field: getattr(self, field)})
         if self.keeps_rows and self.candidates not in ("past", "thought"):
-            raise ValueError(
+            raise refused(
                 'over_group="max-probability" and pool_first=True score the slots before the window; got '
-                f"candidates={self.candidates!r}."
+                f"candidates={self.candidates!r}.",
+                candidates="conflict",
             )
 
     @property

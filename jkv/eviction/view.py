@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jkv.cache.pool import EMPTY
+from jkv.errors import refused
 from jkv.eviction.needs import Needs
 from jkv.model.rotary import Rope
 
@@ -134,9 +135,10 @@ class FunctionScore:
             absent = [field for field in OPTIONAL if getattr(view, field) is None]
             if not absent or isinstance(error, jax.errors.JAXTypeError):  # the latter: it was traced
                 raise
-            raise ValueError(
+            raise refused(
                 f"{name_of(self)} failed: {error}. A score is given what it declares; this view has no {', no '.join(absent)}. "
-                "If it reads one of them, pass evict_by(..., needs=): jkv.Needs(window=8) for the last 8 queries."
+                "If it reads one of them, pass evict_by(..., needs=): jkv.Needs(window=8) for the last 8 queries.",
+                view="missing",
             ) from error
 
 
@@ -191,14 +193,17 @@ def check_score(score: object) -> None:
     """
     name = getattr(score, "__name__", type(score).__name__)
     if not callable(score):
-        raise ValueError(f"A score is called with a CacheView and returns float32 [B, K, S]; {name} cannot be called.")
+        rule = f"A score is called with a CacheView and returns float32 [B, K, S]; {name} cannot be called."
+        raise refused(rule, score="wrong_type")
     if not dataclasses.is_dataclass(score) or isinstance(score, type) or type(score).__hash__ is None:
-        raise ValueError(
+        raise refused(
             f"A score is a frozen dataclass; {name} is not. Write @dataclasses.dataclass(frozen=True) above its class, or give "
-            "a plain function to jkv.evict_by."
+            "a plain function to jkv.evict_by.",
+            score="wrong_type",
         )
     if not isinstance(score, Score) or not isinstance(score.needs, Needs):
-        raise ValueError(
+        raise refused(
             f"A score declares what it reads; {name} does not. Write `needs = jkv.Needs()` in its class, or "
-            "`needs = jkv.Needs(window=8)` if it reads the last 8 queries."
+            "`needs = jkv.Needs(window=8)` if it reads the last 8 queries.",
+            score="wrong_type",
         )

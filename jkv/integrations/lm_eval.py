@@ -22,9 +22,10 @@ from jkv.checkpoints import loading as checkpoint
 from jkv.checkpoints.chat_template import USER, ChatRenderer, ChatText
 from jkv.checkpoints.chat_tokens import encode_chat
 from jkv.checkpoints.tokenizer import is_framed
-from jkv.checks import shown
+from jkv.checks import need_tokenizer, shown
 from jkv.engine.interrupts import ending_at_interrupt
 from jkv.engine.results import complete
+from jkv.errors import refused
 from jkv.generate import generate
 from jkv.model.sampling import Sampling
 from jkv.policies import make
@@ -80,8 +81,7 @@ class JKV(TemplateLM):
         super().__init__()
         self.policy = make(policy, settings)
         self.model = checkpoint.load(str(pretrained))
-        if self.model.tokenizer is None:
-            raise ValueError(f"The harness passes text, and {pretrained} has no tokenizer. Choose a model that has one.")
+        need_tokenizer(self.model.tokenizer, "The harness passes text")
         self.tokenizer = self.model.tokenizer
         self.renderer: ChatRenderer | None = None
         self.has_warned = False
@@ -124,9 +124,8 @@ class JKV(TemplateLM):
           ValueError: the model's tokenizer has no chat template, or it fails (`jkv.checkpoints.chat_template`).
         """
         if not self.tokenizer.chat_template:
-            raise ValueError(
-                "--apply_chat_template needs a tokenizer with a chat template; this one has none. Leave the option out."
-            )
+            rule = "--apply_chat_template needs a tokenizer with a chat template; this one has none. Leave the option out."
+            raise refused(rule, apply_chat_template="unsupported")
         if self.renderer is None:
             self.renderer = ChatRenderer(self.tokenizer)
         return self.renderer.render(
@@ -170,7 +169,8 @@ class JKV(TemplateLM):
           ValueError: a setting is unknown.
         """
         if unknown := sorted(set(asked) - set(GENERATION)):
-            raise ValueError(f"The generation settings of a task may be {', '.join(GENERATION)}; got {', '.join(unknown)}.")
+            rule = f"The generation settings of a task may be {', '.join(GENERATION)}; got {', '.join(unknown)}."
+            raise refused(rule, **{unknown[0]: "unknown_name"})
         until = asked.get("until") or []
         stops = tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop)
         limits = [asked[name] for name in GENERATION[1:4] if asked.get(name) is not None]
@@ -187,7 +187,8 @@ class JKV(TemplateLM):
         """The prompt, cut at its beginning so that the completion fits."""
         room = self.max_length - new_tokens
         if room < 1:
-            raise ValueError(f"max_gen_toks must leave room for a prompt in {self.max_length} tokens; got {new_tokens}.")
+            rule = f"max_gen_toks must leave room for a prompt in {self.max_length} tokens; got {new_tokens}."
+            raise refused(rule, max_gen_toks="out_of_range")
         if len(prompt) > room:
             LOG.warning("a prompt of %d tokens was cut to its last %d", len(prompt), room)
         return prompt[-room:]
@@ -229,10 +230,11 @@ class JKV(TemplateLM):
         """The log-probability of each continuation in nats, with the full cache, and whether it is the greedy one."""
         for (context, continuation), _, rest in requests:
             if not rest:
-                raise ValueError(
+                raise refused(
                     "A continuation must be at least one token after its context; "
                     f"{shown(continuation)} after {shown(context[-SHOWN:])} is none: a token of the context, encoded "
-                    "with it, holds all of it. The harness refuses it, too. Begin the choices at a word, such as by a space."
+                    "with it, holds all of it. The harness refuses it, too. Begin the choices at a word, such as by a space.",
+                    requests="invalid",
                 )
         order = sorted(range(len(requests)), key=lambda i: len(requests[i][1]) + len(requests[i][2]))
         answers: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
@@ -256,9 +258,8 @@ class JKV(TemplateLM):
         """The context and the continuation; a context that is too long is cut at its beginning."""
         room = self.max_length - len(continuation)
         if room < 1:
-            raise ValueError(
-                f"A continuation must fit into {self.max_length} tokens with one token of context; got {len(continuation)}."
-            )
+            rule = f"A continuation must fit into {self.max_length} tokens with one token of context; got {len(continuation)}."
+            raise refused(rule, requests="does_not_fit")
         return context[-room:], continuation
 
 

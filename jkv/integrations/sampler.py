@@ -27,6 +27,7 @@ from jkv.engine.engine import Engine
 from jkv.engine.requests import RequestOptions, check_model
 from jkv.engine.results import Result
 from jkv.engine.service import Service, Ticket
+from jkv.errors import refused
 from jkv.eviction import Policy
 from jkv.model.padding import check_not_padded
 from jkv.model.params import Model, Params
@@ -254,9 +255,10 @@ class JkvSampler:
         weights = getattr(sync_request, "weights", None)
         try:
             if weights is None:
-                raise ValueError(
+                raise refused(
                     "weight_sync takes the new weights in the request's `weights`; got none. Transfers by other means (Raiden) "
-                    "are not supported: gather the weights in this process."
+                    "are not supported: gather the weights in this process.",
+                    weights="missing",
                 )
             self._staged = params_of(weights, self._convert)
         except Exception:
@@ -329,10 +331,12 @@ def options_of(params: Any, policy: Policy | None) -> RequestOptions:
     given = {name: getattr(params, name, None) for name in ("max_tokens", "temperature", "top_p", "top_k", "seed")}
     beams = getattr(params, "beam_size", None)
     if beams not in (None, 1):
-        raise ValueError(f"Tokens are drawn, not searched for by beams; got beam_size={beams}. Leave it out.")
+        rule = f"Tokens are drawn, not searched for by beams; got beam_size={beams}. Leave it out."
+        raise refused(rule, beam_size="unsupported")
     for name in ("return_logits", "return_routed_experts"):
         if getattr(params, name, False):
-            raise ValueError(f"{name} is not supported: an engine returns tokens and their log-probabilities. Leave it out.")
+            rule = f"{name} is not supported: an engine returns tokens and their log-probabilities. Leave it out."
+            raise refused(rule, **{name: "unsupported"})
     sampling = Sampling(
         temperature=1.0 if given["temperature"] is None else given["temperature"],
         top_p=1.0 if given["top_p"] is None else given["top_p"],
@@ -351,7 +355,8 @@ def params_of(weights: Any, convert: Callable[[Any], Params] | None) -> Params:
     made = weights if convert is None else convert(weights)
     made = made.params if isinstance(made, Model) else made
     if not isinstance(made, Params):
-        raise ValueError(f"New weights must be jkv.Params; got {type(made).__name__}. Pass convert= to JkvSampler.")
+        rule = f"New weights must be jkv.Params; got {type(made).__name__}. Pass convert= to JkvSampler."
+        raise refused(rule, weights="wrong_type")
     return made
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jkv.checks import shown
+from jkv.errors import refused
 from jkv.model.joined import GROUPS
 from jkv.model.params import Codes, LowRank, Params
 from jkv.model.weight_shapes import leaf_name
@@ -48,9 +49,8 @@ def check_format(name: Any) -> str | None:
       ValueError: another name.
     """
     if name is not None and not (isinstance(name, str) and name in FORMATS):
-        raise ValueError(
-            f"weight_dtype must be one of {', '.join(FORMATS)}, or None for weights in `dtype`; got {shown(name)}."
-        )
+        rule = f"weight_dtype must be one of {', '.join(FORMATS)}, or None for weights in `dtype`; got {shown(name)}."
+        raise refused(rule, weight_dtype="unknown_name")
     return name
 
 
@@ -74,7 +74,8 @@ def quantise_weights(params: Params, weight_dtype: str) -> Params:
       ValueError: another format, or weights that are no floats.
     """
     if check_format(weight_dtype) is None:
-        raise ValueError(f"weight_dtype must be one of {', '.join(FORMATS)}; got None. Pass the weights as they are.")
+        rule = f"weight_dtype must be one of {', '.join(FORMATS)}; got None. Pass the weights as they are."
+        raise refused(rule, weight_dtype="missing")
 
     def of_leaf(path: Any, weight: Any) -> Any:
         axis = code_axis(leaf_name(path))
@@ -92,7 +93,8 @@ def coded(weight: Any, weight_dtype: str, axis: int = 0) -> Codes:
     is_matrix = not isinstance(weight, Codes | LowRank) and jnp.issubdtype(weight.dtype, jnp.floating)
     if not is_matrix or (len(weight.shape) != 2 and axis == 0):
         got = f"{weight.dtype}{list(weight.shape)}" if hasattr(weight, "dtype") else type(weight).__name__
-        raise ValueError(f"8-bit weights are made of matrices of floats, [in, out]; got {got}. Merge adapters first.")
+        rule = f"8-bit weights are made of matrices of floats, [in, out]; got {got}. Merge adapters first."
+        raise refused(rule, params="wrong_type")
     if isinstance(weight, jax.ShapeDtypeStruct):
         return jax.eval_shape(functools.partial(rounded, weight_dtype=weight_dtype, axis=axis), weight)
     return rounded(weight, weight_dtype=weight_dtype, axis=axis)

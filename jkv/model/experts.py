@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt
 
+from jkv.errors import refused
 from jkv.model.norms import norm
 from jkv.model.params import Codes, Experts, LowRank, MeshAxis, ModelConfig
 
@@ -59,17 +60,20 @@ def check_experts(experts: Any, config: ModelConfig, totals: list[int]) -> np.nd
     """
     experts, count = np.asarray(experts), config.num_experts
     if not count:
-        raise ValueError("routed_experts are of a model with a mixture of experts; this one has none. Leave them out.")
+        rule = "routed_experts are of a model with a mixture of experts; this one has none. Leave them out."
+        raise refused(rule, routed_experts="unsupported")
     num_tokens, of_token = max(totals, default=0), (len(config.expert_layers), config.num_active_experts)
     if experts.ndim != 4 or (len(experts), *experts.shape[2:]) != (len(totals), *of_token) or experts.shape[1] < num_tokens:
-        raise ValueError(
+        raise refused(
             "routed_experts must be those of each token of prompt and completion, layer that has any, and choice, here "
             f"{(len(totals), num_tokens, *of_token)}; got {experts.shape}. Pass `out.routed_experts` of the call that made the "
-            "tokens."
+            "tokens.",
+            routed_experts="does_not_fit",
         )
     if not np.issubdtype(experts.dtype, np.integer) or (experts.size and not 0 <= experts.min() <= experts.max() < count):
         got = f"{experts.dtype} in [{experts.min()}, {experts.max()}]" if experts.size else experts.dtype
-        raise ValueError(f"routed_experts must be integers in [0, {count}); got {got}. Pass `out.routed_experts`.")
+        rule = f"routed_experts must be integers in [0, {count}); got {got}. Pass `out.routed_experts`."
+        raise refused(rule, routed_experts="out_of_range")
     return experts.astype(index_dtype(config))
 
 
@@ -152,7 +156,8 @@ def refuse_adapters(weights: Experts) -> None:
     """
     found = [name for name, weight in vars(weights).items() if isinstance(weight, LowRank)]
     if found:
-        raise ValueError(f"Experts take no low-rank adapter; got one on {', '.join(found)}. Adapt the attention, or merge it.")
+        rule = f"Experts take no low-rank adapter; got one on {', '.join(found)}. Adapt the attention, or merge it."
+        raise refused(rule, params="unsupported")
 
 
 def mixture(

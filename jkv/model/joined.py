@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Shaped
 
+from jkv.errors import refused
 from jkv.model.weight_records import Codes, LowRank
 
 GROUPS = {"query_key_value": ("query", "key", "value"), "gate_up": ("gate", "up")}  # field of one array -> of separate ones
@@ -73,9 +74,10 @@ def joined_of(weights: Any, field: str) -> Any:
     whole = getattr(weights, field, None)
     both = [] if whole is None else [name for name in GROUPS[field] if getattr(weights, name, None) is not None]
     if both:
-        raise ValueError(
+        raise refused(
             f"A layer must have either {field} or its parts as arrays of their own; got {field} and {', '.join(both)}. Change "
-            "single matrices of jkv.separate_weights(params), or load with joined=False."
+            "single matrices of jkv.separate_weights(params), or load with joined=False.",
+            params="conflict",
         )
     return whole
 

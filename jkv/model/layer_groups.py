@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float
 
+from jkv.errors import refused
 from jkv.model.delta_net import DeltaInputs
 from jkv.model.params import ModelConfig
 
@@ -53,23 +54,27 @@ def check_attend(config: ModelConfig, attend: Any) -> None:
     """
     groups = attend if isinstance(attend, LayerGroups) else LayerGroups(attend, None, ())
     if config.window_layers and groups.windowed is None:
-        raise ValueError(
+        raise refused(
             f"This computation needs a model with full attention in every layer; layers {list(config.window_layers)} have a "
-            f"sliding window of {config.window} tokens. Use another model."
+            f"sliding window of {config.window} tokens. Use another model.",
+            model="unsupported",
         )
     if config.state_layers and groups.recurrent is None:
-        raise ValueError(
+        raise refused(
             f"This computation needs a model with full attention in every layer; layers {list(config.state_layers)} have a "
-            "recurrent state. Use another model."
+            "recurrent state. Use another model.",
+            model="unsupported",
         )
     parts = [part for part in (groups.paged, groups.windowed) if part is not None]
     if config.num_sharing_layers and not all("is_stored" in inspect.signature(part).parameters for part in parts):
-        raise ValueError(
+        raise refused(
             f"This computation needs a model whose layers have keys and values of their own; the last "
-            f"{config.num_sharing_layers} of this one share those of earlier layers. Use another model."
+            f"{config.num_sharing_layers} of this one share those of earlier layers. Use another model.",
+            model="unsupported",
         )
     if config.has_sinks and not all("sink" in inspect.signature(part).parameters for part in parts):
-        raise ValueError(
+        raise refused(
             "This computation needs a model without learned sinks in its attention; this one has a sink for each query head. "
-            "Use another model."
+            "Use another model.",
+            model="unsupported",
         )

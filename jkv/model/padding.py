@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jkv.checks import shown
+from jkv.errors import refused
 from jkv.model.params import Model
 
 RULE = "A prompt mask must have a 1 for each token and a 0 for each padding token, as a tokenizer's attention_mask"
@@ -37,25 +38,27 @@ def without_padding(prompts: Any, mask: Any) -> list[np.ndarray]:
     try:
         ids, kept = np.asarray(prompts), np.asarray(mask)
     except (ValueError, TypeError, OverflowError):
-        raise ValueError(f"{RULE}, for rows of equally many token ids; got rows of several lengths. {FIX}.") from None
+        rule = f"{RULE}, for rows of equally many token ids; got rows of several lengths. {FIX}."
+        raise refused(rule, mask="wrong_type") from None
     if ids.shape != kept.shape or ids.ndim not in (1, 2) or not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(
+        raise refused(
             f"{RULE}, for rows of equally many token ids; got {ids.dtype}{list(ids.shape)} with a mask {list(kept.shape)}. "
-            f"{FIX}."
+            f"{FIX}.",
+            mask="wrong_type",
         )
     if kept.dtype == object or not np.isin(kept, (0, 1)).all():
-        raise ValueError(f"{RULE}; got {shown(np.unique(kept)[:4].tolist() if kept.dtype != object else mask)}. {FIX}.")
+        rule = f"{RULE}; got {shown(np.unique(kept)[:4].tolist() if kept.dtype != object else mask)}. {FIX}."
+        raise refused(rule, mask="wrong_type")
     rows = []
     for i, (row, ones) in enumerate(zip(np.atleast_2d(ids), np.atleast_2d(kept) == 1, strict=True)):
         places = np.flatnonzero(ones)
         if not len(places):
-            raise ValueError(f"{RULE}, and at least one token; row {i} has none. Leave the row out.")
+            raise refused(f"{RULE}, and at least one token; row {i} has none. Leave the row out.", mask="missing")
         first, last = int(places[0]), int(places[-1])
         if last - first + 1 != len(places):
             gap = first + int(np.argmin(ones[first:]))
-            raise ValueError(
-                f"{RULE}, and padding only before or after the tokens; row {i} has some at {gap}. Join the tokens."
-            )
+            rule = f"{RULE}, and padding only before or after the tokens; row {i} has some at {gap}. Join the tokens."
+            raise refused(rule, mask="invalid")
         rows.append(row[first : last + 1])
     return rows
 
@@ -95,7 +98,8 @@ def check_not_padded(model: Model | None, prompts: Sequence[Any], pad_id: int | 
     if (left | right).any():
         row = int(np.argmax(left | right))
         where, token = ("begins", table[row, 0]) if left[row] else ("ends", table[row, -1])
-        raise ValueError(
+        raise refused(
             f"Prompts must have no padding, which would be read as text; row {row} of {len(table)} {where} with the padding "
-            f"token {token}. {FIX}."
+            f"token {token}. {FIX}.",
+            prompts="invalid",
         )

@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import AbstractArray, Array, Shaped
 
+from jkv.errors import refused
 from jkv.model.joined import is_joined, separate_weights
 from jkv.model.params import Codes, LowRank, Model, ModelConfig, Params
 
@@ -158,9 +159,10 @@ def specs_of(hint: Any, value: Any = ANY, name: str = "value", split: frozenset[
     if isinstance(hint, type) and issubclass(hint, flax.struct.PyTreeNode):
         if hint is Params:
             if value is not ANY and is_joined(value):
-                raise ValueError(
+                raise refused(
                     f"{name} must have an array for each matrix, which a mesh can split; several are joined. Pass "
-                    "jkv.separate_weights(params), or load with joined=False."
+                    "jkv.separate_weights(params), or load with joined=False.",
+                    params="unsupported",
                 )
             by_number = value is not ANY and splits_experts(value.config)
             split = SPLIT_WEIGHTS | {EXPERTS} if by_number else SPLIT_WEIGHTS
@@ -223,16 +225,18 @@ def check_divides(config: ModelConfig, num_shards: int) -> None:
         if size % shards:
             remedy = " or jkv.split_by_width(model), to load it jkv.load(..., split_by_width=True)" * (field == "num_experts")
             or_copied = ", or divide their number" * (field == "num_kv_heads" and may_be_copied(config))
-            raise ValueError(
+            raise refused(
                 f'{field}={size} must be a multiple of the {num_shards} devices of the axis "{HEADS}"{or_copied}; '
-                f"{size} / {num_shards} = {size / num_shards:.2f}. Use a mesh of fewer devices{remedy}."
+                f"{size} / {num_shards} = {size / num_shards:.2f}. Use a mesh of fewer devices{remedy}.",
+                mesh="does_not_fit",
             )
     for field in ("num_key_heads", "num_value_heads"):
         size = num_shards if config.delta_net is None else getattr(config.delta_net, field)
         if size % num_shards:
-            raise ValueError(
+            raise refused(
                 f'delta_net.{field}={size} must be a multiple of the {num_shards} devices of the axis "{HEADS}"; '
-                f"{size} / {num_shards} = {size / num_shards:.2f}. Use a mesh of fewer devices."
+                f"{size} / {num_shards} = {size / num_shards:.2f}. Use a mesh of fewer devices.",
+                mesh="does_not_fit",
             )
 
 
@@ -264,17 +268,19 @@ def with_copies(mesh: Any, config: ModelConfig) -> Any:
     count, shape = num_copies(config, num_parts(mesh)), dict(mesh.shape)
     heads = f"{config.num_kv_heads} KV heads on {num_parts(mesh)} devices"
     if COPIES in shape and shape[COPIES] != count:
-        raise ValueError(
+        raise refused(
             f'The axis "{COPIES}" of a mesh must have {count} devices for {heads}; got {shape}. Give a mesh with the axis '
-            f'"{HEADS}" in place of both, which is split as the model needs.'
+            f'"{HEADS}" in place of both, which is split as the model needs.',
+            mesh="does_not_fit",
         )
     if COPIES in shape or count == 1:
         return mesh
     set_names = jax.sharding.get_abstract_mesh().axis_names
     if not isinstance(mesh, Mesh) or (HEADS in set_names and COPIES not in set_names):
-        raise ValueError(
+        raise refused(
             f'The mesh of jax.set_mesh must have an axis "{COPIES}" for {heads}; got one without. '
-            "Set the mesh of the weights, params.embedding.sharding.mesh, where jkv.shard(params, mesh) has placed them."
+            "Set the mesh of the weights, params.embedding.sharding.mesh, where jkv.shard(params, mesh) has placed them.",
+            mesh="missing",
         )
     at = mesh.axis_names.index(HEADS)
     names = *mesh.axis_names[:at], *BOTH, *mesh.axis_names[at + 1 :]
@@ -300,7 +306,8 @@ def shardings(params: Params, mesh: Mesh) -> Params:
       ValueError: a mesh without an axis "tensor", or joined matrices.
     """
     if HEADS not in mesh.axis_names:
-        raise ValueError(f'The mesh of weights must have an axis "{HEADS}"; got {dict(mesh.shape)}. Rename its axis.')
+        rule = f'The mesh of weights must have an axis "{HEADS}"; got {dict(mesh.shape)}. Rename its axis.'
+        raise refused(rule, mesh="unsupported")
     return placed(with_copies(mesh, params.config), specs_of(Params, params, "params"), params)
 
 
@@ -343,7 +350,8 @@ def without_whole_experts(config: ModelConfig) -> ModelConfig:
       ValueError: a model without experts.
     """
     if not config.num_experts:
-        raise ValueError(f"Only experts can be split in two ways; this {config.family} model has none. Leave it as it is.")
+        rule = f"Only experts can be split in two ways; this {config.family} model has none. Leave it as it is."
+        raise refused(rule, model="unsupported")
     return dataclasses.replace(config, whole_experts=False)
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from jkv.errors import refused
 from jkv.model.delta_weights import delta_shapes
 from jkv.model.joined import filled
 from jkv.model.params import LayerInputs, LayerParams, ModelConfig, Params, fold
@@ -115,7 +116,8 @@ def named_leaves(params: Params) -> dict[str, Any]:
     for name in wanted | named:
         got, rule = (getattr(leaves.get(name), "shape", None) for leaves in (named, wanted))
         if got != rule:
-            raise ValueError(f"{name} must have shape {rule}, as params.config defines it; got {got}. Correct either.")
+            message = f"{name} must have shape {rule}, as params.config defines it; got {got}. Correct either."
+            raise refused(message, params="does_not_fit")
     return named
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 
+from jkv.errors import refused
 from jkv.model.joined import is_joined, join_weights, separate_weights
 from jkv.model.params import ModelConfig, Params
 
@@ -40,10 +41,11 @@ def check_config(old: ModelConfig, new: ModelConfig) -> None:
     """
     changed = [name for name, value in vars(old).items() if getattr(new, name) != value]
     if changed:
-        raise ValueError(
+        raise refused(
             f"New weights must be of the same model; their configuration differs in {', '.join(changed)}: "
             f"{[getattr(new, name) for name in changed]}, not {[getattr(old, name) for name in changed]}. "
-            "Build another engine for another model."
+            "Build another engine for another model.",
+            params="conflict",
         )
 
 
@@ -67,36 +69,41 @@ def check_same(old: Params, new: Any) -> None:
       ValueError: the structure, configuration, shape, dtype or sharding differs from the weights in use.
     """
     if not isinstance(new, Params):
-        raise ValueError(f"New weights must be jkv.Params, like the old ones; got {type(new).__name__}. Convert them first.")
+        rule = f"New weights must be jkv.Params, like the old ones; got {type(new).__name__}. Convert them first."
+        raise refused(rule, params="wrong_type")
     check_config(old.config, new.config)
     names = [[jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)] for tree in (old, new)]
     if names[0] != names[1]:
         missing, extra = sorted({*names[0]} - {*names[1]}), sorted({*names[1]} - {*names[0]})
-        raise ValueError(
+        raise refused(
             f"New weights must have the structure of the old ones; missing: {missing or 'none'}, surplus: {extra or 'none'}. "
-            "Pass complete jkv.Params."
+            "Pass complete jkv.Params.",
+            params="does_not_fit",
         )
     structures: Any = [jax.tree.structure(tree) for tree in (old, new)]
     if structures[0] != structures[1]:
-        raise ValueError(
+        raise refused(
             "New weights must have the same adapter scales and mesh axis as the old ones; they differ. Build another rollout "
-            "for another scale."
+            "for another scale.",
+            params="does_not_fit",
         )
     for (path, was), leaf in zip(jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new), strict=True):
         name = f"params{jax.tree_util.keystr(path)}"
         if not isinstance(leaf, jax.Array):
-            raise ValueError(
-                f"New weights must be arrays on a device; {name} is {type(leaf).__name__}. Pass jax.device_put(...)."
-            )
+            rule = f"New weights must be arrays on a device; {name} is {type(leaf).__name__}. Pass jax.device_put(...)."
+            raise refused(rule, params="wrong_type")
         if leaf.is_deleted():
-            raise ValueError(f"New weights must be alive; {name} was donated or deleted. Pass the result of the update.")
+            rule = f"New weights must be alive; {name} was donated or deleted. Pass the result of the update."
+            raise refused(rule, params="invalid")
         if (leaf.shape, leaf.dtype) != (was.shape, was.dtype):
-            raise ValueError(
+            raise refused(
                 f"New weights must have the shapes and dtypes of the old ones; {name} is {leaf.dtype}{list(leaf.shape)}, not "
-                f"{was.dtype}{list(was.shape)}. Cast it, or build another engine."
+                f"{was.dtype}{list(was.shape)}. Cast it, or build another engine.",
+                params="does_not_fit",
             )
         if not leaf.sharding.is_equivalent_to(was.sharding, leaf.ndim):
-            raise ValueError(
+            raise refused(
                 f"New weights must have the shardings of the old ones; {name} has {leaf.sharding}, not {was.sharding}. Pass "
-                "jax.device_put(params, jax.tree.map(lambda x: x.sharding, old_params))."
+                "jax.device_put(params, jax.tree.map(lambda x: x.sharding, old_params)).",
+                params="does_not_fit",
             )

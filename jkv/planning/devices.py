@@ -10,7 +10,8 @@ v6e and tpu7x of docs.cloud.google.com/tpu/docs. A chip of TPU 7x is two devices
 import dataclasses
 import os
 
-from jkv.checks import did_you_mean
+from jkv.checks import check_known, did_you_mean, out_of_range
+from jkv.errors import refused
 from pallas_kernels.choice import LEAST_CAPABILITY
 
 
@@ -37,17 +38,17 @@ class Device:
     compute_capability: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        if self.platform not in ("tpu", "gpu", "cpu"):
-            raise ValueError(f'platform must be "tpu", "gpu" or "cpu"; got {self.platform!r}.')
+        check_known(("tpu", "gpu", "cpu"), platform=self.platform)
         for field in ("memory", "bandwidth", "rate", "rate_float32"):
             value = getattr(self, field)
             if value is not None and not value > 0:
-                raise ValueError(f"{field} must be above 0; got {value}.")
+                raise out_of_range(field, "be above 0", value)
         given = self.compute_capability
         if given is not None and not (
             isinstance(given, tuple) and len(given) == 2 and all(type(part) is int for part in given)
         ):
-            raise ValueError(f"compute_capability must be two integers, like (7, 5); got {given!r}.")
+            rule = f"compute_capability must be two integers, like (7, 5); got {given!r}."
+            raise refused(rule, compute_capability="wrong_type")
 
     @property
     def is_old_gpu(self) -> bool:
@@ -105,8 +106,9 @@ def find_device(name: str | Device) -> Device:
         return Device("cpu", "cpu", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     if wanted not in DEVICES:
         known = ", ".join(DEVICES)
-        raise ValueError(
+        raise refused(
             f"device must be one of {known}, cpu, or a jkv.Device with figures of your own; got {name!r}."
-            f"{did_you_mean(wanted, DEVICES)}"
+            f"{did_you_mean(wanted, DEVICES)}",
+            device="unknown_name",
         )
     return DEVICES[wanted]

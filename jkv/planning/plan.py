@@ -15,10 +15,11 @@ from jkv import notebook
 from jkv.cache import default_page_size
 from jkv.cache.slot_size import slot_size
 from jkv.checkpoints.model_shapes import find_shape
-from jkv.checks import check_counts, size, typed
+from jkv.checks import check_counts, out_of_range, size, typed
 from jkv.engine.memory import state_bytes
 from jkv.engine.options import EngineOptions
 from jkv.engine.requests import check_prompt_fits, spread_policies
+from jkv.errors import refused
 from jkv.eviction import Policy
 from jkv.eviction.byte_budget import check_sealing_on, in_slots
 from jkv.model.eight_bits import check_format
@@ -149,7 +150,7 @@ def plan(
     check_counts(length=length, prompt=prompt, batch=batch, page_size=page_size, num_devices=num_devices)
     check_lengths(policy, prompt, length, config.max_positions)
     if not 0 < typed("memory_share", memory_share, float) <= 1:
-        raise ValueError(f"memory_share is a share of the device's memory and must lie in (0, 1]; got {memory_share}.")
+        raise out_of_range("memory_share", "lie in (0, 1], a share of the device's memory", memory_share)
     check_divides(config, num_devices)
     sampling = DRAWN if sampling is None else typed("sampling", sampling, Sampling)
     setting = Setting(
@@ -189,9 +190,9 @@ def dtype_of(model: Any, device: Device, dtype: Any) -> Any:
         try:
             dtype = jnp.dtype(dtype)
         except TypeError:
-            raise ValueError(f"dtype must be float32, bfloat16 or float16; got {dtype!r}.") from None
+            raise refused(f"dtype must be float32, bfloat16 or float16; got {dtype!r}.", dtype="unknown_name") from None
         if dtype.name not in ("float32", "bfloat16", "float16"):
-            raise ValueError(f"dtype must be float32, bfloat16 or float16; got {dtype.name}.")
+            raise refused(f"dtype must be float32, bfloat16 or float16; got {dtype.name}.", dtype="unknown_name")
         return dtype
     if isinstance(model, Model | Params):
         return (model.params if isinstance(model, Model) else model).embedding.dtype
@@ -216,9 +217,10 @@ def kernels_on(
 def check_lengths(policy: Policy, prompt: int, length: int, max_positions: int) -> None:
     """Refuses lengths that no row can have."""
     if not prompt < length <= max_positions:
-        raise ValueError(
+        raise refused(
             f"length counts prompt and completion: it must be above {prompt=} and at most the model's {max_positions} "
-            f"positions; got {length}. Change length or prompt."
+            f"positions; got {length}. Change length or prompt.",
+            length="out_of_range",
         )
     check_prompt_fits(policy, 0, prompt)
 
@@ -232,12 +234,13 @@ def check_fits(setting: Setting, policy: Policy, length: int, own: Estimate) -> 
     fixes = smaller_weights(setting) if rows == 1 and not most else ["fewer rows"]
     if not fixes or setting.weight_bytes < setting.usable_bytes:
         fixes += ["a shorter length", *(["a smaller budget"] if policy.is_bounded else ["a policy with a fixed budget"])]
-    raise ValueError(
+    raise refused(
         f"{rows} {'row' if rows == 1 else 'rows'} of {own.policy} must fit {setting.device.name}: weights "
         f"{size(setting.weight_bytes)} + cache {size(own.state_bytes)} + scratch {size(own.scratch.most)} = "
         f"{size(own.total_bytes)} a device, {size(setting.usable_bytes)} are usable ({setting.memory_share:.0%} of "
         f"{size(setting.device.memory)}), {size(missing)} short; "
-        f"{most or 'no'} rows fit. Use {', '.join(fixes)}, more devices or a larger one."
+        f"{most or 'no'} rows fit. Use {', '.join(fixes)}, more devices or a larger one.",
+        batch="does_not_fit",
     )
 
 

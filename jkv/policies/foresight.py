@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jkv.checkpoints.loading import shipped_folders
 from jkv.checks import shown
+from jkv.errors import refused
 from jkv.eviction.calibration import Calibration
 from jkv.eviction.evict import Evict
 from jkv.eviction.needs import Needs
@@ -48,9 +49,11 @@ class Foresight(Calibration):
     def check_shapes(self) -> None:
         into, bias, out, longest_age = self.arrays
         if into.ndim != 4 or not (*into.shape[:2], into.shape[3]) == bias.shape == out.shape:
-            raise ValueError(f"into must be [L, K, F, I], bias and out [L, K, I]; got {into.shape}, {bias.shape}, {out.shape}.")
+            rule = f"into must be [L, K, F, I], bias and out [L, K, I]; got {into.shape}, {bias.shape}, {out.shape}."
+            raise refused(rule, network="wrong_type")
         if longest_age.shape != into.shape[:1] or not (AGES[0] <= longest_age).all() or not (longest_age <= AGES[-1]).all():
-            raise ValueError(f"longest_age must be [L], tokens in [{AGES[0]:g}, {AGES[-1]:,g}]; got {shown(longest_age)}.")
+            rule = f"longest_age must be [L], tokens in [{AGES[0]:g}, {AGES[-1]:,g}]; got {shown(longest_age)}."
+            raise refused(rule, network="out_of_range")
 
     def shapes_for(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
         heads, hidden = (config.num_paged_layers, config.num_kv_heads), self.arrays.into.shape[-1]

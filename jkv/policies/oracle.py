@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jkv.errors import refused
 from jkv.eviction.calibration import Calibration
 from jkv.eviction.evict import Evict
 from jkv.eviction.needs import Needs
@@ -38,7 +39,7 @@ class FutureReads(Calibration):
 
     def check_shapes(self) -> None:
         if self.arrays.later.ndim != 4:
-            raise ValueError(f"later must be [L, K, E, S]; got {self.arrays.later.shape}.")
+            raise refused(f"later must be [L, K, E, S]; got {self.arrays.later.shape}.", oracle="wrong_type")
 
     def shapes_for(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
         return {"later": (config.num_paged_layers, config.num_kv_heads, *self.arrays.later.shape[2:])}

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from jkv.errors import refused
 from jkv.eviction.policy import Policy
 from jkv.eviction.recipe import recipe
 from jkv.policies.reason_cache import reason_cache
@@ -27,7 +28,6 @@ def random_share(like: Policy | None = None, seed: int = 0, percentile: float = 
     """
     policy: Any = reason_cache(percentile=percentile, interval=interval) if like is None else like
     if policy.share is None:
-        raise ValueError(
-            f"random_share's like= must be a policy that shares pages, such as jkv.reason_cache(); {policy.name} does not."
-        )
+        rule = f"random_share's like= must be a policy that shares pages, such as jkv.reason_cache(); {policy.name} does not."
+        raise refused(rule, like="unsupported")
     return dataclasses.replace(policy, name="random_share", share=dataclasses.replace(policy.share, random=seed))

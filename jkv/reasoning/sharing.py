@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jkv.cache.pool import EMPTY
-from jkv.checks import check_between, check_known, check_least
-from jkv.errors import InputError
+from jkv.checks import check_between, check_known, check_least, need_tokenizer
+from jkv.errors import InputError, refused
 from jkv.model.params import Model
 from jkv.reasoning.thoughts import Filter, FilterStats, ThoughtFinder, make_index
 from jkv.reasoning.token_text import facts_of
@@ -434,12 +434,10 @@ def check_tokenizer(model: Model, name: str) -> None:
     Raises:
       ValueError: the model has no tokenizer, or no token of it contains a blank line.
     """
-    if model.tokenizer is None:
-        raise ValueError(
-            f"{name} needs the text of tokens to find thoughts, and this model has no tokenizer. Load one that has a tokenizer."
-        )
+    need_tokenizer(model.tokenizer, f"{name} needs the text of tokens to find thoughts")
     if not facts_of(model.tokenizer, model.config.vocab_size).is_break.any():
-        raise ValueError(
+        raise refused(
             f"{name} splits text into thoughts at blank lines, and no token of this tokenizer contains one. Use a policy that "
-            "evicts."
+            "evicts.",
+            model="unsupported",
         )

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jkv.checks import check_least, shown
-from jkv.errors import InputError
+from jkv.checks import check_least, need_tokenizer, shown
+from jkv.errors import InputError, refused
 from jkv.reasoning.token_text import BREAK, END_OF_THINKING, THINK, TokenFacts, facts_of
 from jkv.reports import write_bytes
 from jkv.resuming import digest_of
@@ -92,9 +92,8 @@ def load_vector(path: Path | str) -> SteeringVector:
             return SteeringVector(file.get_tensor("vector"), dict(file.metadata() or {}))
     except (OSError, ValueError, SafetensorError) as error:
         why = str(error).replace(str(path), "it").rstrip(".")[:300]
-        raise ValueError(
-            f"A steering vector must be a safetensors file made by `jkv steer`; {shown(str(path))}: {why}."
-        ) from error
+        rule = f"A steering vector must be a safetensors file made by `jkv steer`; {shown(str(path))}: {why}."
+        raise refused(rule, path="invalid") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +123,8 @@ class Steer:
             raise InputError(rule, field="layer", code="out_of_range", most=num_layers, got=self.layer)
         check_least(1, " generated token", interval=self.interval)
         if not np.isfinite(self.values).all() or not self.values.any():
-            raise ValueError(f"The vector of layer {self.layer} must be finite and not zero. Extract one for that layer.")
+            message = f"The vector of layer {self.layer} must be finite and not zero. Extract one for that layer."
+            raise refused(message, vector="out_of_range")
         if not all(isinstance(word, str) and word for word in self.keywords):
             rule = "{field} must be non-empty strings; got {got}."
             raise InputError(rule, field="keywords", code="wrong_type", got=shown(self.keywords))
@@ -172,11 +172,11 @@ def marks_of(tokenizer: Any, vocab_size: int) -> TokenFacts:
     Raises:
       ValueError: the model has no tokenizer, or its thinking marks are not single tokens.
     """
-    if tokenizer is None:
-        raise ValueError("Steering needs the text of tokens, and this model has no tokenizer. Load one that has a tokenizer.")
+    need_tokenizer(tokenizer, "Steering needs the text of tokens")
     facts = facts_of(tokenizer, vocab_size)
     if (facts.think < 0).any():
-        raise ValueError(f"Steering needs {THINK} and {END_OF_THINKING} to be one token each; got {facts.think.tolist()}.")
+        rule = f"Steering needs {THINK} and {END_OF_THINKING} to be one token each; got {facts.think.tolist()}."
+        raise refused(rule, model="unsupported")
     return facts
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from jkv.checks import install, shown
-from jkv.errors import InputError
+from jkv.errors import InputError, refused
 from jkv.reasoning.formulas import form_of
 from jkv.reasoning.token_text import TokenFacts
 
@@ -71,9 +71,8 @@ class Embeddings:
     def compare(self, tokens: Sequence[int], text: Callable[[], str]) -> np.ndarray:
         vector = np.asarray(self._embed(tokens, text), np.float32).reshape(-1)
         if not np.isfinite(vector).all() or (self._size and len(vector) != self._unit.shape[1]):
-            raise ValueError(
-                f"An encoder must return finite vectors of one length; got shape {vector.shape}, {vector[:3]}. Correct it."
-            )
+            rule = f"An encoder must return finite vectors of one length; got shape {vector.shape}, {vector[:3]}. Correct it."
+            raise refused(rule, encoder="invalid")
         vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
         if self._size == len(self._unit):
             grown = np.zeros((max(64, 2 * self._size), len(vector)), np.float32)

@@ -12,6 +12,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array, Float
 
+from jkv.errors import refused
 from jkv.model.joined import separate_weights
 from jkv.model.params import Params
 from jkv.model.sharding import COPIES, HEADS, P, check_divides, fitted_all, num_parts, part_of, specs_of, with_copies
@@ -53,9 +54,10 @@ def on_mesh(
     """
     rows, shards = columns.ended.shape[0], num_row_shards(mesh)
     if rows % shards:
-        raise ValueError(
+        raise refused(
             f"The rows of a batch must be a multiple of the {shards} devices that split them; got {rows}. Make the batch with "
-            f"rows={-(-rows // shards) * shards}, or pack=(rows, tokens)."
+            f"rows={-(-rows // shards) * shards}, or pack=(rows, tokens).",
+            batch="does_not_fit",
         )
     has_heads = HEADS in mesh.axis_names
     params = separate_weights(params) if has_heads else params

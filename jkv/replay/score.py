@@ -17,7 +17,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import pallas_kernels as kernels
-from jkv.checks import typed
+from jkv.checks import check_counts, typed
+from jkv.errors import refused
 from jkv.model import decoder
 from jkv.model import sampling as distributions
 from jkv.model.experts import check_experts, given_routes
@@ -139,19 +140,21 @@ def score(
     """
     params = model.params if isinstance(model, Model) else model
     mesh, max_tokens = mesh_of(params, mesh), typed("max_tokens", max_tokens, int)
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens must be at least 1; got {max_tokens}.")
+    check_counts(max_tokens=max_tokens)
     if not isinstance(trace, Trace) and trace != DENSE:
-        raise ValueError(
+        raise refused(
             f'trace must be what generate(..., return_trace=True) recorded, or "{DENSE}", the default, for the full cache; got '
-            f"{trace!r}. Generate with return_trace=True, or leave trace out."
+            f"{trace!r}. Generate with return_trace=True, or leave trace out.",
+            trace="wrong_type",
         )
     columns = trace if isinstance(trace, Trace) else None
     if prompts is None:
         if prompt_mask is not None:
-            raise ValueError("prompt_mask is of prompts=; a result has its prompts without padding. Leave it out.")
+            rule = "prompt_mask is of prompts=; a result has its prompts without padding. Leave it out."
+            raise refused(rule, prompt_mask="conflict")
         if not isinstance(out_or_tokens, Completed):
-            raise ValueError("Scoring bare tokens needs `prompts`, the token ids before each row; got none. Pass prompts.")
+            rule = "Scoring bare tokens needs `prompts`, the token ids before each row; got none. Pass prompts."
+            raise refused(rule, prompts="missing")
         tokens, prompts, lengths = out_or_tokens.tokens, out_or_tokens.prompts, out_or_tokens.lengths.tolist()
         sampling = out_or_tokens.sampling if sampling is None else sampling
     else:
@@ -166,7 +169,8 @@ def score(
     settings = [sampling] * num_samples if isinstance(sampling, Sampling) else list(sampling or [Sampling()] * num_samples)
     if not len(prompts) == len(counts) == len(settings) == num_samples:
         got = f"{num_samples} rows of tokens, {len(prompts)} prompts, {len(counts)} lengths, {len(settings)} settings"
-        raise ValueError(f"Every row of tokens needs one prompt, one length and one sampling setting; got {got}.")
+        rule = f"Every row of tokens needs one prompt, one length and one sampling setting; got {got}."
+        raise refused(rule, tokens="conflict")
     check_tokens(params, tokens, prompts)
     totals = [len(prompt) + count for prompt, count in zip(prompts, counts, strict=True)]
     check_trace(columns, params, totals, is_whole=isinstance(out_or_tokens, Completed))
@@ -188,14 +192,15 @@ def check_tokens(params: Params, tokens: np.ndarray, prompts: Sequence[Any]) -> 
     for i, ids in enumerate([*prompts, tokens]):
         name = f"prompt {i}" if i < len(prompts) else "tokens"
         if isinstance(ids, str):
-            raise ValueError(f"Scoring takes token ids; {name} is text. Encode it with the model's tokenizer.")
+            rule = f"Scoring takes token ids; {name} is text. Encode it with the model's tokenizer."
+            raise refused(rule, tokens="wrong_type")
         ids = np.asarray(ids)
         if ids.size == 0 and i < len(prompts):
-            raise ValueError(
-                f"A prompt must hold at least one token, which the first completion token follows; {name} is empty."
-            )
+            rule = f"A prompt must hold at least one token, which the first completion token follows; {name} is empty."
+            raise refused(rule, prompts="missing")
         if ids.size and (ids.min() < 0 or ids.max() >= size):
-            raise ValueError(f"Token ids must lie in [0, {size}); {name} holds {ids[(ids < 0) | (ids >= size)][0]}.")
+            rule = f"Token ids must lie in [0, {size}); {name} holds {ids[(ids < 0) | (ids >= size)][0]}."
+            raise refused(rule, tokens="out_of_range")
 
 
 def check_trace(trace: Trace | None, params: Params, totals: Sequence[int], is_whole: bool) -> None:
@@ -206,18 +211,20 @@ def check_trace(trace: Trace | None, params: Params, totals: Sequence[int], is_w
     config = params.config
     expected = (len(totals), config.num_paged_layers, config.num_kv_heads)
     if trace is not None and trace.shape[:3] != expected:
-        raise ValueError(
+        raise refused(
             f"A trace must have columns for each sample, layer with full attention and KV head, here {expected}; got "
-            f"{trace.shape[:3]}. Pass the trace of the call that made the tokens, `out.trace`."
+            f"{trace.shape[:3]}. Pass the trace of the call that made the tokens, `out.trace`.",
+            trace="does_not_fit",
         )
     for row, total in enumerate(totals if trace is not None else ()):
         assert trace is not None
         source, begin, end = trace.columns(row, 0)
         covered = 1 + int(np.max(source[0], where=end[0] > begin[0], initial=-1))
         if covered < total or (is_whole and covered > total):
-            raise ValueError(
+            raise refused(
                 f"A trace must cover the tokens that are scored; row {row} has {total}, and the trace {covered}. Pass the "
-                "trace of the call that made the tokens, `out.trace`."
+                "trace of the call that made the tokens, `out.trace`.",
+                trace="does_not_fit",
             )
 
 

@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 from jkv.engine import mesh as meshes
 from jkv.engine.options import EngineOptions
 from jkv.engine.service import Reply, Service
+from jkv.errors import refused
 from jkv.eviction import Policy
 from jkv.model import weights
 from jkv.model.params import Model
@@ -68,7 +69,8 @@ class Spec:
         params = jax.tree.map(lambda i: leaves[i], self.model.params)
         devices = jax.local_devices()
         if len(devices) < self.tensor:
-            raise ValueError(f"An actor needs tensor={self.tensor} devices; it has {len(devices)}. Give it more, with actor=.")
+            rule = f"An actor needs tensor={self.tensor} devices; it has {len(devices)}. Give it more, with actor=."
+            raise refused(rule, tensor="does_not_fit")
         if self.tensor == 1:
             return dataclasses.replace(self.model, params=jax.device_put(params, devices[0])), self.options
         mesh = Mesh(np.array(devices[: self.tensor]), (HEADS,))
@@ -397,9 +399,10 @@ def check_pickles(policies: Sequence[Policy]) -> None:
         try:
             ray.cloudpickle.loads(ray.cloudpickle.dumps(policy))
         except Exception as error:
-            raise ValueError(
+            raise refused(
                 f"A policy is sent to actors by pickle, and {policy.name} cannot be: {type(error).__name__}: {error}. Define "
-                "its score without open files, locks, devices or clients, or use carrier='threads'."
+                "its score without open files, locks, devices or clients, or use carrier='threads'.",
+                policies="unsupported",
             ) from error
 
 

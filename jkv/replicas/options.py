@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-from jkv.checks import check_counts, shown
+from jkv.checks import check_counts, out_of_range
 from jkv.eviction import Policy
 from jkv.model.sampling import Sampling
 
@@ -50,4 +50,4 @@ class RayOptions:
     def __post_init__(self) -> None:
         check_counts(tensor=self.tensor, snapshot_chunks=self.snapshot_chunks or None)
         if not self.timeout > 0:
-            raise ValueError(f"timeout must be above 0 seconds; got {shown(self.timeout)}.")
+            raise out_of_range("timeout", "be above 0 seconds", self.timeout)

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jkv.checks import check_counts, counted, shown, typed
+from jkv.checks import check_counts, check_known, counted, typed
 from jkv.engine.backend import run_to_end
 from jkv.engine.clocks import running_seconds
 from jkv.engine.engine import Engine
@@ -38,6 +38,7 @@ from jkv.engine.results import Result, make_result
 from jkv.engine.samples import Completion, Sample, samples_of, take_finished
 from jkv.engine.service import Reply, Service
 from jkv.engine.stats import RunStats, merged_stats
+from jkv.errors import refused
 from jkv.eviction import Policy
 from jkv.model import weights
 from jkv.model.joined import separate_weights
@@ -145,10 +146,10 @@ class Replicas:
         given = [full()] if given is None else given
         self.policies = spread_policies(given, len(given), model.params, options.kv_format)
         self.options = options
-        if carrier not in CARRIERS:
-            raise ValueError(f"carrier must be one of {', '.join(CARRIERS)}; got {shown(carrier)}.")
+        check_known(CARRIERS, carrier=carrier)
         if ray is not None and carrier != "ray":
-            raise ValueError(f'ray= has settings of actors; got carrier={carrier!r}. Write carrier="ray", or leave it out.')
+            rule = f'ray= has settings of actors; got carrier={carrier!r}. Write carrier="ray", or leave it out.'
+            raise refused(rule, ray="conflict")
         if (num_parts(mesh) if mesh is not None else (ray or RayOptions()).tensor) > 1:
             model = dataclasses.replace(model, params=separate_weights(model.params))  # a mesh splits these alone
         made: Carrier
@@ -259,11 +260,12 @@ class Replicas:
           ValueError: the reason, with the arithmetic.
         """
         if request.keep:
-            raise ValueError(NO_ROWS)
+            raise refused(NO_ROWS, request="unsupported")
         if request.policy not in self.policies:
-            raise ValueError(
+            raise refused(
                 f"Replicas receive their policies once; got {request.policy.name} with other settings than those of policies="
-                f"[{', '.join(policy.name for policy in self.policies)}]. Give it to jkv.Replicas(policies=[...])."
+                f"[{', '.join(policy.name for policy in self.policies)}]. Give it to jkv.Replicas(policies=[...]).",
+                policy="conflict",
             )
         facts, params = self.facts, self._model.params
         sizes = {"max_slots": facts.max_slots, "num_pages": facts.num_pages, "page_size": facts.page_size}
@@ -399,7 +401,7 @@ class Replicas:
 
     def extend(self, ticket: int, tokens: Sequence[int] | np.ndarray, **settings: Any) -> int:
         """Refuses a next turn, which needs a kept row."""
-        raise ValueError(NO_ROWS)
+        raise refused(NO_ROWS, ticket="unsupported")
 
     def release(self, ticket: int) -> None:
         """Nothing: replicas keep no rows for a next turn."""
@@ -554,10 +556,11 @@ def ray_carrier(
       ImportError: Ray is not installed.
     """
     if mesh is not None or num_replicas is None:
-        raise ValueError(
+        raise refused(
             'With carrier="ray" each replica has the devices of its own process: give num_replicas=, and '
             f"ray=RayOptions(tensor=...) for several devices each; got mesh={'a mesh' if mesh is not None else None}, "
-            f"num_replicas={num_replicas}."
+            f"num_replicas={num_replicas}.",
+            num_replicas="missing",
         )
     from jkv.replicas.actors import RayCarrier
 

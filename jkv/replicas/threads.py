@@ -12,6 +12,7 @@ from jkv.checks import counted
 from jkv.engine import mesh as meshes
 from jkv.engine.mesh import DATA
 from jkv.engine.options import EngineOptions
+from jkv.errors import refused
 from jkv.eviction import Policy
 from jkv.model import weights
 from jkv.model.params import Model, Params
@@ -28,20 +29,21 @@ def places_of(mesh: Mesh | None, num_replicas: int | None) -> list[Mesh | jax.De
     """
     rule = 'Replicas in threads take mesh= with the axes "data" and "tensor", or num_replicas='
     if (mesh is None) == (num_replicas is None):
-        raise ValueError(f"{rule}; got {'neither' if mesh is None else 'both'}. Give one of them.")
+        raise refused(f"{rule}; got {'neither' if mesh is None else 'both'}. Give one of them.", num_replicas="conflict")
     if mesh is not None:
         shape = dict(mesh.shape)
         others = {name: size for name, size in shape.items() if name not in (DATA, HEADS, COPIES) and size > 1}
         if DATA not in shape or others:
-            raise ValueError(f"{rule}; got a mesh of {shape}. Rename its axes, or leave others out.")
+            raise refused(f"{rule}; got a mesh of {shape}. Rename its axes, or leave others out.", mesh="unsupported")
         rows = np.moveaxis(mesh.devices, mesh.axis_names.index(DATA), 0).reshape(shape[DATA], -1)
         return [Mesh(row, (HEADS,)) if len(row) > 1 else row[0] for row in rows]
     assert num_replicas is not None
     devices = jax.local_devices()
     if num_replicas > len(devices) and num_replicas % len(devices):
-        raise ValueError(
+        raise refused(
             f"num_replicas must be at most the number of devices, here {len(devices)}, or a multiple of it; got "
-            f"{num_replicas}. Lower it, so that no device has more to do than others."
+            f"{num_replicas}. Lower it, so that no device has more to do than others.",
+            num_replicas="out_of_range",
         )
     return [devices[i % len(devices)] for i in range(num_replicas)]
 

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from jkv.checks import typed
+from jkv.errors import refused
 
 EPSILON = 1e-4
 
@@ -30,17 +31,18 @@ def group_advantages(rewards: Any, n: int, scale: bool = True, prompt_index: Any
     [0.707, -0.707, 0.0, 0.0]
     """
     if typed("n", n, int) < 2:
-        raise ValueError(
+        raise refused(
             f"A group must hold at least 2 completions of a prompt, since each is compared with the others; got {n=}. "
-            "Draw more: rollout(prompts, n=8)."
+            "Draw more: rollout(prompts, n=8).",
+            n="out_of_range",
         )
     values = np.asarray(rewards, np.float64)
     if values.ndim != 1 or len(values) == 0 or len(values) % n:
-        raise ValueError(f"rewards must be one number a completion, {n} for each prompt in turn; got {values.shape}.")
+        rule = f"rewards must be one number a completion, {n} for each prompt in turn; got {values.shape}."
+        raise refused(rule, rewards="wrong_type")
     if not np.isfinite(values).all():
-        raise ValueError(
-            f"rewards must be finite; got {values[~np.isfinite(values)][0]} at {int(np.argmin(np.isfinite(values)))}."
-        )
+        rule = f"rewards must be finite; got {values[~np.isfinite(values)][0]} at {int(np.argmin(np.isfinite(values)))}."
+        raise refused(rule, rewards="out_of_range")
     if prompt_index is not None:
         check_groups(np.asarray(prompt_index), n, len(values))
     groups = values.reshape(-1, n)
@@ -53,12 +55,14 @@ def group_advantages(rewards: Any, n: int, scale: bool = True, prompt_index: Any
 def check_groups(prompt_index: np.ndarray, n: int, count: int) -> None:
     """Refuses completions that are not in groups: n completions of one prompt, then n of the next."""
     if prompt_index.shape != (count,):
-        raise ValueError(f"prompt_index must be one number a reward, ({count},); got {prompt_index.shape}.")
+        rule = f"prompt_index must be one number a reward, ({count},); got {prompt_index.shape}."
+        raise refused(rule, prompt_index="wrong_type")
     names, sizes = np.unique(prompt_index, return_counts=True)
     if (sizes != n).any() or (prompt_index.reshape(-1, n) != prompt_index[::n, None]).any():
         wrong = names[sizes != n]
         got = f"prompt {wrong[0]} has {sizes[sizes != n][0]}" if len(wrong) else "prompts are not one after the other"
-        raise ValueError(
+        raise refused(
             f"A group is compared within itself, so all {n} completions of each prompt must be here, in turn; {got}. Run to "
-            "the end, or leave that prompt out."
+            "the end, or leave that prompt out.",
+            prompt_index="invalid",
         )

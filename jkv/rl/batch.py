@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jkv.checks import counted, shown
+from jkv.checks import check_known, counted
 from jkv.engine.results import FAILED, Result, reason_of
+from jkv.errors import refused
 from jkv.model.params import Model, Params
 from jkv.model.sampling import SamplingRows, rows_of
 from jkv.replay.columns import Columns, dense_columns, fit_tokens, trace_columns
@@ -48,7 +49,9 @@ class Batch(flax.struct.PyTreeNode):
     def dense(self) -> "Batch":
         """The same tokens with the full cache."""
         if self.packing is not None and self.packing.is_replayed:
-            raise ValueError("A packed batch has no other columns than those that it replays. Make a dense batch beside it.")
+            raise refused(
+                "A packed batch has no other columns than those that it replays. Make a dense batch.", pack="conflict"
+            )
         return self.replace(columns=None)
 
 
@@ -92,17 +95,17 @@ def make_batch(
         advantage.
     """
     if mixed and not replay:
-        raise ValueError(
-            "mixed=True is of a replay; a dense batch takes completions of several weights as they are. Leave it out."
-        )
+        rule = "mixed=True is of a replay; a dense batch takes completions of several weights as they are. Leave it out."
+        raise refused(rule, mixed="conflict")
     trace = need_trace(out, "make_batch(..., replay=True)") if replay else None
     width, lengths = out.tokens.shape[1], np.asarray(out.lengths)
     is_token = np.arange(width) < lengths[:, None]
     mask = np.asarray(getattr(out, "mask", is_token))
     if mask.shape != is_token.shape or mask.dtype != bool or (mask & ~is_token).any():
-        raise ValueError(
+        raise refused(
             "Completions must be padded on the right: mask[i, t] is False for t >= lengths[i]; got another mask, "
-            f"{mask.dtype}{list(mask.shape)} for tokens {list(is_token.shape)}."
+            f"{mask.dtype}{list(mask.shape)} for tokens {list(is_token.shape)}.",
+            out="invalid",
         )
     mask = mask & ~failed_rows(out, failed)[:, None]
     if replay and not mixed:
@@ -176,15 +179,17 @@ def log_probs(params: Model | Params, batch: Batch, *, mesh: AnyMesh | None = No
         columns = dense_columns(config, *token.shape)
     wanted: tuple[int, ...] = (len(token), config.num_paged_layers, config.num_kv_heads)
     if columns.ended.shape[:3] != wanted:
-        raise ValueError(
+        raise refused(
             f"A batch's columns are of each row, layer with full attention and KV head, here {wanted}; "
-            f"got {columns.ended.shape[:3]}. Make the batch of what this model sampled."
+            f"got {columns.ended.shape[:3]}. Make the batch of what this model sampled.",
+            batch="does_not_fit",
         )
     wanted = (*token.shape, len(config.expert_layers), config.num_active_experts)
     if experts is not None and experts.shape != wanted:
-        raise ValueError(
+        raise refused(
             f"A batch's experts are of each row, token, layer with experts and choice, here {wanted}; got "
-            f"{experts.shape}. Make the batch of what this model sampled."
+            f"{experts.shape}. Make the batch of what this model sampled.",
+            batch="does_not_fit",
         )
     settings = {"truncates": batch.truncates, "start": start, "mesh": mesh_of(weights, mesh), "remat": remat}
     log_prob = sequence_log_probs(weights, token, columns._replace(experts=experts), rows, **settings)
@@ -199,15 +204,15 @@ def failed_rows(out: Result, failed: str = "refuse") -> np.ndarray:
     Raises:
       ValueError: there are some, and nobody has said what becomes of them.
     """
-    if failed not in ON_FAILED:
-        raise ValueError(f"failed must be one of {', '.join(ON_FAILED)}; got {shown(failed)}.")
+    check_known(ON_FAILED, failed=failed)
     rows = np.array([reason in FAILED for reason in out.finish_reason], bool)
     if failed == "refuse" and rows.any():
         first = int(np.argmax(rows))
-        raise ValueError(
+        raise refused(
             f"A batch takes completions that ended by themselves or their limit; {counted(int(rows.sum()), 'completion')} of "
             f"{len(rows)} failed, the first of them {first}, {reason_of(out, first)}. Pass failed='mask' to train the "
-            "others alone."
+            "others alone.",
+            out="invalid",
         )
     return rows if failed == "mask" else np.zeros_like(rows)
 
@@ -215,9 +220,10 @@ def failed_rows(out: Result, failed: str = "refuse") -> np.ndarray:
 def need_trace(out: Result, who: str) -> Trace:
     """The trace that a replay reads."""
     if out.trace is None:
-        raise ValueError(
+        raise refused(
             f"{who} replays the compressed cache by the trace of its evictions; this result has none. Sample with "
-            "return_trace=True."
+            "return_trace=True.",
+            out="missing",
         )
     return out.trace
 
@@ -225,9 +231,10 @@ def need_trace(out: Result, who: str) -> Trace:
 def need_experts(out: Result) -> np.ndarray:
     """The experts that tokens went through."""
     if out.routed_experts is None:
-        raise ValueError(
+        raise refused(
             "make_batch(..., routed_experts=True) takes the experts that the engine chose; this result has none. Sample with "
-            "routed_experts=True."
+            "routed_experts=True.",
+            out="missing",
         )
     return out.routed_experts
 
@@ -239,10 +246,11 @@ def check_versions(version: Any, mask: np.ndarray) -> None:
     least, most = (pick(np.where(mask, version, version[:, :1]), axis=1) for pick in (np.min, np.max))
     if (least != most).any():
         row = int(np.argmax(least != most))
-        raise ValueError(
+        raise refused(
             "An exact replay needs completions that one version of the weights drew from beginning to end; sample "
             f"{row} has versions {least[row]} to {most[row]}. Leave such samples out, replay them corrected (mixed=True), or "
-            "train them dense, corrected."
+            "train them dense, corrected.",
+            out="conflict",
         )
 
 
@@ -250,17 +258,18 @@ def spread_advantages(advantages: Any, mask: np.ndarray) -> np.ndarray:
     """One advantage a token, float32."""
     values = np.asarray(advantages, np.float32)
     if values.shape not in (mask.shape[:1], mask.shape):
-        raise ValueError(
-            f"advantages must be one a completion, {mask.shape[:1]}, or a token, {mask.shape}; got {values.shape}."
-        )
+        rule = f"advantages must be one a completion, {mask.shape[:1]}, or a token, {mask.shape}; got {values.shape}."
+        raise refused(rule, advantages="wrong_type")
     values = np.broadcast_to(values[:, None] if values.ndim == 1 else values, mask.shape)
     if not np.isfinite(values[mask]).all():
-        raise ValueError("advantages must be finite; got NaN or infinity. See rewards and group_advantages.")
+        rule = "advantages must be finite; got NaN or infinity. See rewards and group_advantages."
+        raise refused(rule, advantages="out_of_range")
     return values
 
 
 def fit(name: str, asked: int | None, least: int, usual: int) -> int:
     """A size of the batch."""
     if asked is not None and asked < least:
-        raise ValueError(f"{name} must hold what was sampled, at least {least}; got {asked}. Raise it or leave it out.")
+        rule = f"{name} must hold what was sampled, at least {least}; got {asked}. Raise it or leave it out."
+        raise refused(rule, **{name: "does_not_fit"})
     return usual if asked is None else asked

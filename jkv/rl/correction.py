@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from jkv.errors import refused
 from jkv.rl.ratios import bounded, check_pair, log_ratio, row_means, share
 
 WEIGHS, DROPS = ("none", "tis", "clip"), ("mask", "veto", "geo")
@@ -122,17 +123,18 @@ def parse_mode(mode: str) -> tuple[str, ...]:
     parts = tuple(mode.split("+")) if isinstance(mode, str) else ()
     known = f'{", ".join(WEIGHS)}, {", ".join(DROPS)}, joined by "+" as in "tis+veto"'
     if not parts or len(set(parts)) < len(parts) or not set(parts) <= {*WEIGHS, *DROPS}:
-        raise ValueError(f"mode must be of {known}; got {mode!r}.")
+        raise refused(f"mode must be of {known}; got {mode!r}.", mode="unknown_name")
     if sum(part in WEIGHS for part in parts) > 1:
-        raise ValueError(f"A token has one weight, so mode may name one of {', '.join(WEIGHS)}; got {mode!r}. Choose one.")
+        rule = f"A token has one weight, so mode may name one of {', '.join(WEIGHS)}; got {mode!r}. Choose one."
+        raise refused(rule, mode="conflict")
     return parts
 
 
 def check_bounds(cap: float, band: tuple[float, float], veto: float) -> None:
     """Refuses bounds that bound nothing."""
     if not cap > 0:
-        raise ValueError(f"cap must be above 0, the largest weight of tis; got {cap}.")
+        raise refused(f"cap must be above 0, the largest weight of tis; got {cap}.", cap="out_of_range")
     if len(band) != 2 or not 0 <= band[0] < band[1]:
-        raise ValueError(f"band must be two ratios, 0 <= low < high, such as (0.5, 1.5); got {band}.")
+        raise refused(f"band must be two ratios, 0 <= low < high, such as (0.5, 1.5); got {band}.", band="out_of_range")
     if not 0 < veto < 1:
-        raise ValueError(f"veto must lie in (0, 1), the smallest ratio that a sequence may hold; got {veto}.")
+        raise refused(f"veto must lie in (0, 1), the smallest ratio that a sequence may hold; got {veto}.", veto="out_of_range")

@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jkv.checks import check_known
+from jkv.errors import refused
 from jkv.model.params import Model, Params
 from jkv.replay.on_mesh import AnyMesh
 from jkv.rl.batch import Batch, log_probs
@@ -115,16 +117,18 @@ def spread(value: Float[Array, "N T"], mask: Array) -> dict[str, Float[Array, ""
 def check_settings(clip: Any, mean: str, reference: Any, beta: float, denominator: Any) -> None:
     """Refuses settings that make no loss."""
     if len(clip) != 2 or not (0 < clip[0] < 1 and clip[1] > 0):
-        raise ValueError(f"clip must be how far the ratio may fall, in (0, 1), and rise, above 0, as (0.2, 0.2); got {clip}.")
-    if mean not in MEANS:
-        raise ValueError(f"mean must be over {' or '.join(MEANS)}; got {mean!r}.")
+        rule = f"clip must be how far the ratio may fall, in (0, 1), and rise, above 0, as (0.2, 0.2); got {clip}."
+        raise refused(rule, clip="out_of_range")
+    check_known(MEANS, mean=mean)
     if (beta != 0) != (reference is not None) or beta < 0:
-        raise ValueError(
+        raise refused(
             f"beta, at least 0, holds the policy near to a reference, so both or none are given; got {beta=} and "
-            f"{'no reference' if reference is None else 'a reference'}. Score it with log_probs(reference_params, batch)."
+            f"{'no reference' if reference is None else 'a reference'}. Score it with log_probs(reference_params, batch).",
+            beta="conflict",
         )
     if isinstance(denominator, int | float) and not denominator > 0:
-        raise ValueError(
+        raise refused(
             f"denominator must be positive, the number of tokens (or sequences) of the whole batch; got {denominator}. "
-            "Take batch.mask.sum(), or batch.mask.any(axis=1).sum()."
+            "Take batch.mask.sum(), or batch.mask.any(axis=1).sum().",
+            denominator="out_of_range",
         )

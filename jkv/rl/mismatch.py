@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from jkv.errors import refused
 from jkv.rl.ratios import LARGEST, check_pair
 
 LEAST_OVERLAP, LEAST_ESS = 0.9, 0.5  # below these a warning is given
@@ -99,13 +100,14 @@ def mismatch(
     check_pair(dense, sampled, mask)
     bounds = [int(bound) for bound in buckets]
     if not bounds or any(a >= b for a, b in itertools.pairwise(bounds)):
-        raise ValueError(f"buckets must be the first positions of each bucket, ascending; got {tuple(buckets)}.")
+        rule = f"buckets must be the first positions of each bucket, ascending; got {tuple(buckets)}."
+        raise refused(rule, buckets="invalid")
     mask = np.asarray(mask)
     if not mask.any():
-        raise ValueError("The mask must hold at least one token; it is False everywhere. Leave such a batch out.")
+        raise refused("The mask must hold at least one token; it is False everywhere. Leave such a batch out.", mask="missing")
     own = np.cumsum(mask, axis=1) - 1 if position is None else np.asarray(position)
     if own.shape != mask.shape:
-        raise ValueError(f"position must be of the mask's shape, {mask.shape}; got {own.shape}.")
+        raise refused(f"position must be of the mask's shape, {mask.shape}; got {own.shape}.", position="wrong_type")
     difference = np.where(mask, np.asarray(dense, np.float64), 0) - np.where(mask, np.asarray(sampled, np.float64), 0)
     whole = figures_of(difference[mask])
     found = Mismatch(**dataclasses.asdict(whole), geometric=geometric_means(difference, mask), buckets={})

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jkv.checks import typed
 from jkv.engine.results import Result
+from jkv.errors import refused
 from jkv.model.params import Model, Params
 from jkv.model.sampling import SamplingRows, rows_of
 from jkv.replay.columns import Columns, dense_columns, trace_columns
@@ -63,7 +64,7 @@ def full_overlap(model: Model | Params, out: Result, rows: int | Sequence[int] =
     check_trace(trace, params, totals, is_whole=True)
     chosen = list(range(min(typed("rows", rows, int), num_samples))) if isinstance(rows, int) else [int(row) for row in rows]
     if not chosen or not all(0 <= row < num_samples for row in chosen):
-        raise ValueError(f"rows must be of the {num_samples} samples there are, at least one; got {rows}.")
+        raise refused(f"rows must be of the {num_samples} samples there are, at least one; got {rows}.", rows="out_of_range")
     tokens, lengths = out.tokens[chosen], out.lengths[chosen]
     sequence, starts = join(tokens, [out.prompts[row] for row in chosen], lengths.tolist())
     sampling = [out.sampling[row] for row in chosen]

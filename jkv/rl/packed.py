@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.errors import refused
 from jkv.model.params import ModelConfig
 from jkv.model.sampling import Sampling, rows_of
 from jkv.replay.columns import Columns, trace_columns
@@ -50,7 +51,8 @@ def pack_batch(
     kinds = [(one.temperature, one.top_p, one.top_k, one.min_p) for one in settings]
     rows = place_sequences(lengths, kinds, size)
     if asked is not None and asked < len(rows):
-        raise ValueError(f"These sequences take {len(rows)} rows of {size} tokens; got pack={pack}. Raise the number of rows.")
+        rule = f"These sequences take {len(rows)} rows of {size} tokens; got pack={pack}. Raise the number of rows."
+        raise refused(rule, pack="does_not_fit")
     count = asked or row_count(len(rows))
     own = [settings[row[0]] for row in rows]
     rows, own = rows + [[]] * (count - len(rows)), own + own[-1:] * (count - len(rows))
@@ -72,7 +74,8 @@ def pack_batch(
 def check_packable(trace: Trace | None, settings: Sequence[Sampling], longest: int, size: int) -> None:
     """Refuses what a packed row has no place for."""
     if size < longest:
-        raise ValueError(f"A packed row must have room for the longest sequence, {longest} tokens; got pack={size}. Raise it.")
+        rule = f"A packed row must have room for the longest sequence, {longest} tokens; got pack={size}. Raise it."
+        raise refused(rule, pack="does_not_fit")
     reasons = {
         "penalties, which count the tokens of a row": any(one.penalises for one in settings),
         "moved sinks, the first tokens of a row": trace is not None and trace.sinks is not None,
@@ -81,7 +84,8 @@ def check_packable(trace: Trace | None, settings: Sequence[Sampling], longest: i
     }
     found = [reason for reason, is_there in reasons.items() if is_there]
     if found:
-        raise ValueError(f"Sequences can be packed only without {'; '.join(found)}. Make the batch without pack.")
+        rule = f"Sequences can be packed only without {'; '.join(found)}. Make the batch without pack."
+        raise refused(rule, pack="unsupported")
 
 
 def columns_for(config: ModelConfig, packing: Packing, num_rows: int) -> Columns:
@@ -91,14 +95,16 @@ def columns_for(config: ModelConfig, packing: Packing, num_rows: int) -> Columns
       ValueError: a packing of another batch than one of `num_rows`, and models that it cannot serve.
     """
     if num_rows != packing.num_sequences:
-        raise ValueError(
+        raise refused(
             f"A packed batch is trained as a whole, {packing.num_sequences} rows; got {num_rows}. Make one batch of each "
-            "microbatch."
+            "microbatch.",
+            rows="does_not_fit",
         )
     if config.state_layers:
-        raise ValueError(
+        raise refused(
             "Sequences can be packed only without layers that have a recurrent state, which would go on from one sequence to "
-            "the next. Make the batch without pack."
+            "the next. Make the batch without pack.",
+            pack="unsupported",
         )
     columns = packing.columns
     if packing.is_replayed:

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from jkv.errors import refused
+
 LARGEST = 20.0  # nats that a token's two log-probabilities may differ by; beyond, the ratio stays e^20 or e^-20
 
 
@@ -38,14 +40,16 @@ def check_pair(dense: Any, sampled: Any, mask: Any) -> None:
     """
     shapes = [tuple(np.shape(x)) for x in (dense, sampled, mask)]
     if len(set(shapes)) != 1 or len(shapes[0]) != 2:
-        raise ValueError(
+        raise refused(
             "dense, sampled and mask must be of one shape [N, T], a row for each completion; got "
-            f"{', '.join(map(str, shapes))}. Take them of one call: jkv.score(model, out).logprobs, out.logprobs, out.mask."
+            f"{', '.join(map(str, shapes))}. Take them of one call: jkv.score(model, out).logprobs, out.logprobs, out.mask.",
+            mask="wrong_type",
         )
     if getattr(mask, "dtype", None) != np.bool_:
-        raise ValueError(
+        raise refused(
             "mask must be an array of booleans, True for each token of a completion; got "
-            f"{getattr(mask, 'dtype', type(mask))}. Convert it with mask.astype(bool)."
+            f"{getattr(mask, 'dtype', type(mask))}. Convert it with mask.astype(bool).",
+            mask="wrong_type",
         )
     if not any(isinstance(x, jax.core.Tracer) for x in (dense, sampled, mask)):
         check_values("dense", np.asarray(dense), np.asarray(mask), may_be_cut=True)
@@ -60,7 +64,8 @@ def check_values(name: str, value: np.ndarray, mask: np.ndarray, may_be_cut: boo
         is_bad |= np.isneginf(shown)
     if is_bad.any():
         i, t = (int(index) for index in np.argwhere(is_bad)[0])
-        raise ValueError(
+        raise refused(
             f"{name} must hold log-probabilities, finite and at most 0, where mask is True; got {shown[i, t]} at [{i}, {t}]. "
-            "Leave rows that ended with the reason nan out of the mask, and take logarithms of probabilities."
+            "Leave rows that ended with the reason nan out of the mask, and take logarithms of probabilities.",
+            **{name: "out_of_range"},
         )

@@ -11,11 +11,12 @@ from typing import Any, Unpack
 import numpy as np
 
 from jkv.checkpoints.chat_tokens import encode_reply
-from jkv.checks import check_counts, counted, described, shown, typed
+from jkv.checks import check_between, check_counts, check_known, counted, described, shown, typed
 from jkv.engine.interrupts import Presses, call, deferred_interrupts
 from jkv.engine.kept_rows import ENDS
 from jkv.engine.outputs import Event
 from jkv.engine.prompts import LONGEST_TOKEN, check_ids, is_endless, num_elements
+from jkv.errors import refused
 from jkv.model.params import Model
 from jkv.model.sampling import Sampling
 from jkv.progress import progress_bar
@@ -111,20 +112,18 @@ def converse(
 ) -> Rollouts:
     """Runs conversations to their end: see `jkv.Rollout.converse`."""
     if unwanted := [name for name in ("max_new_tokens", "stop_strings") if options.get(name)]:
-        raise ValueError(
-            f"Turns are limited by max_turn_tokens and ended by stop_ids; got {' and '.join(unwanted)}. Leave that out."
-        )
+        rule = f"Turns are limited by max_turn_tokens and ended by stop_ids; got {' and '.join(unwanted)}. Leave that out."
+        raise refused(rule, **{unwanted[0]: "conflict"})
     if not callable(reply):
-        raise ValueError(f"reply must be a function of a jkv.rollout.Turn; got {shown(reply)}.")
-    if not 0 <= typed("workers", workers, int) <= MOST_WORKERS:
-        raise ValueError(f"workers must lie in [0, {MOST_WORKERS}]; got {workers}.")
-    if on_error not in ON_ERROR:
-        raise ValueError(f"on_error must be one of {', '.join(ON_ERROR)}; got {shown(on_error)}.")
+        raise refused(f"reply must be a function of a jkv.rollout.Turn; got {shown(reply)}.", reply="wrong_type")
+    check_between(0, MOST_WORKERS, workers=typed("workers", workers, int))
+    check_known(ON_ERROR, on_error=on_error)
     sampling = options.get("sampling")
     if sampling is not None and typed("sampling", sampling, Sampling).penalises:
-        raise ValueError(
+        raise refused(
             "A conversation is drawn without penalties, which count the tokens of one turn alone; got "
-            f"{sampling}. Leave them out."
+            f"{sampling}. Leave them out.",
+            sampling="unsupported",
         )
     with deferred_interrupts(ends_here=True) as presses, asking(reply, workers) as ask:
         options["max_new_tokens"] = limits.of_turn(limits.max_new_tokens)
@@ -338,12 +337,13 @@ def reply_tokens(model: Model, reply: Any, room: int, parse_special: bool = Fals
     """
     if isinstance(reply, str):
         if model.tokenizer is None:
-            raise ValueError("A reply to a model without a tokenizer must be token ids; got a text. Encode it.")
+            rule = "A reply to a model without a tokenizer must be token ids; got a text. Encode it."
+            raise refused(rule, reply="unsupported")
         if len(reply) > LONGEST_TOKEN * room:  # it cannot fit, whatever its tokens are
             return None
         reply = encode_reply(model.tokenizer, reply, parse_special)
     elif is_endless(reply):
-        raise ValueError(f"{REPLY_RULE}; got {shown(reply)}.")
+        raise refused(f"{REPLY_RULE}; got {shown(reply)}.", reply="wrong_type")
     if num_elements(reply, REPLY_RULE) > room:
         return None
     return check_ids(reply, REPLY_RULE, "the reply", model.config.vocab_size)

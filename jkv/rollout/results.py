@@ -9,6 +9,7 @@ import numpy as np
 from jkv.engine.results import Result, make_result
 from jkv.engine.samples import Sample
 from jkv.engine.stats import RunStats
+from jkv.errors import refused
 from jkv.model.params import Model
 from jkv.reasoning.marks import completion_decoder
 
@@ -50,7 +51,8 @@ class Rollouts(Result):
         longest = max((len(prompt) for prompt in self.prompts), default=0)
         width = longest if width is None else width
         if longest > width:
-            raise ValueError(f"Prompts must fit the width; the longest has {longest} tokens, the width is {width}. Raise it.")
+            rule = f"Prompts must fit the width; the longest has {longest} tokens, the width is {width}. Raise it."
+            raise refused(rule, width="does_not_fit")
         padded = np.full((len(self.prompts), width), self.pad_id, np.int32)
         for row, prompt in zip(padded, self.prompts, strict=True):
             row[width - len(prompt) :] = prompt

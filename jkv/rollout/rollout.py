@@ -26,6 +26,7 @@ from jkv.engine.interrupts import deferred_interrupts
 from jkv.engine.options import EngineOptions
 from jkv.engine.requests import RequestOptions, check_model, make_requests, spread_policies
 from jkv.engine.sizing import DEFAULT_RUNNING
+from jkv.errors import refused
 from jkv.eviction import Policy
 from jkv.generate import make_engine
 from jkv.model.params import Model, Params
@@ -98,7 +99,8 @@ class Rollout(Session):
         longest = make_requests(model, [np.zeros(max_prompt_tokens, np.int32)], request_options)
         later = [[dataclasses.replace(one, num_kept=1) for one in group] for group in longest]  # a turn of `converse` is wider
         if replicas is not None and settings:
-            raise ValueError(f"Engines of replicas are built; got {', '.join(settings)}. Give that to jkv.Replicas.")
+            rule = f"Engines of replicas are built; got {', '.join(settings)}. Give that to jkv.Replicas."
+            raise refused(rule, **{next(iter(settings)): "conflict"})
         engine: Backend = make_engine(model, later, options) if replicas is None else replicas.session()
         if replicas is not None:
             engine.check(longest[0][0])
@@ -238,7 +240,7 @@ def check_pad(model: Model, pad_id: int | None) -> int:
         own = getattr(model.tokenizer, "pad_token_id", None)
         pad_id = 0 if own is None else own
     if not 0 <= typed("pad_id", pad_id, int) < config.vocab_size:
-        raise ValueError(f"pad_id must be a token id in [0, {config.vocab_size}); got {pad_id}.")
+        raise refused(f"pad_id must be a token id in [0, {config.vocab_size}); got {pad_id}.", pad_id="out_of_range")
     if pad_id in config.end_ids:
         warnings.warn(pad_warning(pad_id), stacklevel=3)
     return pad_id

@@ -17,6 +17,7 @@ from jkv.engine.interrupts import deferred_interrupts
 from jkv.engine.outputs import Event
 from jkv.engine.prompts import encode_prompts
 from jkv.engine.requests import Request, RequestOptions, make_requests
+from jkv.errors import refused
 from jkv.eviction import Policy
 from jkv.model.params import Model
 from jkv.model.sampling import Sampling
@@ -72,14 +73,16 @@ class Defaults:
         """Refuses lengths above the limits of this rollout."""
         for i, prompt in enumerate(prompts):
             if len(prompt) > self.max_prompt_tokens:
-                raise ValueError(
+                raise refused(
                     f"A prompt may have {self.max_prompt_tokens} tokens, the rollout's max_prompt_tokens; prompt {i} has "
-                    f"{len(prompt)}. Shorten it, or build the rollout with a higher limit."
+                    f"{len(prompt)}. Shorten it, or build the rollout with a higher limit.",
+                    prompts="does_not_fit",
                 )
         if max_new_tokens is not None and max_new_tokens > self.max_new_tokens:
-            raise ValueError(
+            raise refused(
                 f"A completion may have {self.max_new_tokens} tokens, the rollout's max_new_tokens; got {max_new_tokens}. "
-                "Lower it, or build the rollout with a higher limit."
+                "Lower it, or build the rollout with a higher limit.",
+                max_new_tokens="does_not_fit",
             )
 
 
@@ -278,9 +281,10 @@ class Session:
         """Refuses to trace some of the pending samples and not the others."""
         num_pending = self.callers.num_pending
         if num_pending and typed("return_trace", return_trace, bool) != self.engine.is_traced:
-            raise ValueError(
+            raise refused(
                 f"All pending samples are traced, or none; {num_pending} are pending with return_trace="
-                f"{self.engine.is_traced}. Call run() or cancel() first."
+                f"{self.engine.is_traced}. Call run() or cancel() first.",
+                return_trace="conflict",
             )
 
     def run(self, max_steps: int | None = None, until_done: int | None = None, progress: bool | None = None) -> Rollouts:

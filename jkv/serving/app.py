@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from jkv.checks import DISTRIBUTION, shown
+from jkv.checks import DISTRIBUTION, need_tokenizer, shown
 from jkv.engine.results import Result
 from jkv.engine.service import Service, Ticket
 from jkv.errors import InputError
@@ -71,8 +71,7 @@ class Server:
 
     def __init__(self, service: Service, options: ServerOptions) -> None:
         model: Model = service.engine.model
-        if model.tokenizer is None:
-            raise ValueError("A server passes texts, and this model has no tokenizer. Take a model that has one.")
+        need_tokenizer(model.tokenizer, "A server passes texts")
         self.service, self.options = service, options
         self.name = options.name or model.name
         self.encoder = Encoder(model, options.parse_special)

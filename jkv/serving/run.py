@@ -11,6 +11,7 @@ import uvicorn
 from jkv.engine.engine import Engine
 from jkv.engine.scheduler import CHUNKS
 from jkv.engine.service import Service
+from jkv.errors import refused
 from jkv.eviction import Policy
 from jkv.model.sampling import Sampling
 from jkv.policies import make as make_policy
@@ -32,7 +33,7 @@ def listen(host: str, port: int) -> socket.socket:
       ValueError: the address is taken, or is none of this machine.
     """
     if not 0 <= port < 1 << 16:
-        raise ValueError(f"--port must lie in [0, 65536), 0 takes a free one; got {port}.")
+        raise refused(f"--port must lie in [0, 65536), 0 takes a free one; got {port}.", port="out_of_range")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         found = socket.socket(family, kind, protocol)
@@ -40,9 +41,8 @@ def listen(host: str, port: int) -> socket.socket:
         found.bind(address)
         found.listen(BACKLOG)  # who comes before the server is ready waits
     except (OSError, OverflowError) as error:
-        raise ValueError(
-            f"--host and --port must be a free address of this machine; got {host} and {port}: {error}. Give another."
-        ) from None
+        rule = f"--host and --port must be a free address of this machine; got {host} and {port}: {error}. Give another."
+        raise refused(rule, host="conflict") from None
     return found
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from jkv.engine.results import Result
+from jkv.errors import refused
 from jkv.viz.held import held_by, slots
 from jkv.viz.look import QUIET, name_lines, plain, style, subplots, title_axes
 
@@ -27,7 +28,7 @@ def cache_size(outs: Result | Mapping[str, Result], sample: int = 0, title: str 
     """
     named = {"": outs} if isinstance(outs, Result) else dict(outs)
     if not named:
-        raise ValueError("A picture needs at least one result; got none.")
+        raise refused("A picture needs at least one result; got none.", outs="missing")
     every = {name: held_by(out, sample) for name, out in named.items()}
     figure, axes = subplots(size=(8.0, 4.2))
     for length in sorted({held.num_prompt for held in every.values()}):

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from jkv.errors import refused
 from jkv.viz.look import subplots, title_axes
 
 TITLES = {"rotated": "rotated keys and values", "raw": "raw keys and values", "values": "values"}
@@ -25,7 +26,7 @@ def distances(found: Mapping[str, np.ndarray], is_same: np.ndarray | None = None
     )
     sizes = set(shapes.values())
     if not found or len(sizes) != 1 or any(len(shape) != 2 or shape[0] != shape[1] for shape in sizes):
-        raise ValueError(f"Distances are matrices of one size, pages by pages; got {shapes}.")
+        raise refused(f"Distances are matrices of one size, pages by pages; got {shapes}.", found="does_not_fit")
     figure, every = subplots(1, len(found), (3.6 * len(found), 3.5), squeeze=False)
     for axes, (name, distance) in zip(every[0], found.items(), strict=True):
         off = np.array(distance, float)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jkv.errors import refused
 from jkv.text_files import read_json
 from jkv.viz.look import QUIET, name_lines, plain, style, subplots, title_axes
 
@@ -64,13 +65,13 @@ def read_outcomes(path: Path) -> list[Any]:
     """The outcomes in a file of `jkv eval`."""
     record = read_json(path)
     if not isinstance(record, dict) or not isinstance(record.get("outcomes"), list):
-        raise ValueError(f'{path} must be what `jkv eval --out` writes, an object with "outcomes"; it is not.')
+        raise refused(f'{path} must be what `jkv eval --out` writes, an object with "outcomes"; it is not.', path="invalid")
     return record["outcomes"]
 
 
 def check(points: Sequence[Any]) -> None:
     """Refuses what has no accuracy or bytes."""
     if missing := sorted({field for field in FIELDS for point in points if not hasattr(point, field)}):
-        raise ValueError(f"An outcome has {', '.join(FIELDS)}; some have no {', '.join(missing)}.")
+        raise refused(f"An outcome has {', '.join(FIELDS)}; some have no {', '.join(missing)}.", points="missing")
     if not any(point.policy == "full" for point in points):
-        raise ValueError("Outcomes hold one of the policy full, which the others are compared with; got none.")
+        raise refused("Outcomes hold one of the policy full, which the others are compared with; got none.", points="missing")

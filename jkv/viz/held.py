@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jkv.engine.results import Result
+from jkv.errors import refused
 
 
 class Spans(NamedTuple):
@@ -50,9 +51,11 @@ def check_sample(out: Result, sample: int) -> None:
       ValueError: either.
     """
     if out.trace is None:
-        raise ValueError("What was kept is in the trace; this result has none. Call generate with return_trace=True.")
+        rule = "What was kept is in the trace; this result has none. Call generate with return_trace=True."
+        raise refused(rule, out="missing")
     if not 0 <= sample < len(out.lengths):
-        raise ValueError(f"sample must lie in [0, {len(out.lengths)}), the samples of this result; got {sample}.")
+        rule = f"sample must lie in [0, {len(out.lengths)}), the samples of this result; got {sample}."
+        raise refused(rule, sample="out_of_range")
 
 
 def held_by(out: Result, sample: int) -> Held:

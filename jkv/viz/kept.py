@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from jkv.engine.results import Result
+from jkv.errors import refused
 from jkv.eviction.policy import Policy
 from jkv.reports import cut_text, visible
 from jkv.viz.held import Held, check_sample, held_by
@@ -68,11 +69,11 @@ def kept(
       ValueError: no trace, no such sample, more than two results, or two that cannot be compared.
     """
     if isinstance(sample, Result):
-        raise ValueError("Two results are one argument; got two. Write jkv.viz.kept([one, other]).")
+        raise refused("Two results are one argument; got two. Write jkv.viz.kept([one, other]).", out="wrong_type")
     every = [out] if isinstance(out, Result) else out
     pairs = list(every.items()) if isinstance(every, Mapping) else [(None, one) for one in every]
     if not 1 <= len(pairs) <= MAX_PANELS:
-        raise ValueError(f"A page shows one result, or {MAX_PANELS} side by side; got {len(pairs)}.")
+        raise refused(f"A page shows one result, or {MAX_PANELS} side by side; got {len(pairs)}.", out="too_long")
     names, outs = [name for name, _ in pairs], [one for _, one in pairs]
     rows = [records_of(names, outs, one) for one in samples_of(outs, sample)]
     return Kept(fill({"title": cut_text(title), "panels": [list(column) for column in zip(*rows, strict=True)]}))
@@ -86,10 +87,11 @@ def samples_of(outs: Sequence[Result], sample: int | Sequence[int] | None) -> Se
     """
     counts = [len(out.lengths) for out in outs]
     if sample is None and len(set(counts)) > 1:
-        raise ValueError(f"With sample=None both results need the same number of samples; got {counts[0]} and {counts[1]}.")
+        rule = f"With sample=None both results need the same number of samples; got {counts[0]} and {counts[1]}."
+        raise refused(rule, sample="conflict")
     every = range(counts[0]) if sample is None else [sample] if isinstance(sample, int) else sample
     if not every:
-        raise ValueError("A picture needs at least one sample; got none.")
+        raise refused("A picture needs at least one sample; got none.", out="missing")
     for out in outs:
         for one in every:
             check_sample(out, one)
@@ -108,10 +110,11 @@ def check_pair(first: Result, other: Result, every: Sequence[int]) -> None:
     assert other.trace is not None
     shapes = [trace.shape[1:3] for trace in (first.trace, other.trace)]
     if shapes[0] != shapes[1]:
-        raise ValueError(f"Results side by side need the same layers and KV heads; got {shapes[0]} and {shapes[1]}.")
+        rule = f"Results side by side need the same layers and KV heads; got {shapes[0]} and {shapes[1]}."
+        raise refused(rule, out="conflict")
     for one in every:
         if not np.array_equal(first.prompts[one], other.prompts[one]):
-            raise ValueError(f"Results side by side need the same prompts; those of sample {one} differ.")
+            raise refused(f"Results side by side need the same prompts; those of sample {one} differ.", out="conflict")
 
 
 def records_of(names: Sequence[Any], outs: Sequence[Result], sample: int) -> list[dict[str, Any]]:

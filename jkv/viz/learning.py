@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from jkv.errors import refused
 from jkv.viz.look import QUIET, name_lines, plain, style, subplots, title_axes
 
 
@@ -19,12 +20,13 @@ def learning(curves: Mapping[str, Sequence[Mapping[str, Any]]], title: str = "Re
       ImportError: no matplotlib.
     """
     if not curves or not all(curves.values()):
-        raise ValueError(f"Learning is drawn from at least one run for each arm; got {list(curves) or 'none'}.")
+        raise refused(f"Learning is drawn from at least one run for each arm; got {list(curves) or 'none'}.", curves="missing")
     figure, axes = subplots(size=(8.0, 4.2))
     ends, looks = [], iter(range(len(curves)))
     for name, runs in curves.items():
         if len({tuple(run["step"]) for run in runs}) > 1:
-            raise ValueError(f"The runs of an arm must be looked at after the same steps; those of {name} are not.")
+            rule = f"The runs of an arm must be looked at after the same steps; those of {name} are not."
+            raise refused(rule, curves="does_not_fit")
         steps, rewards = np.array(runs[0]["step"]), np.array([run["reward"] for run in runs])
         look = style(0) | {"color": QUIET, "linestyle": "--"} if name == "full" else style(next(looks))
         axes.fill_between(steps, rewards.min(axis=0), rewards.max(axis=0), color=look["color"], alpha=0.12, linewidth=0)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jkv.errors import refused
 from jkv.viz.frontier import points_of
 from jkv.viz.look import COLOURS, FONT, QUIET, plain, subplots
 
@@ -27,10 +28,12 @@ def ranking(
     base = next(point for point in points if point.policy == "full")
     shown = [point for point in points if getattr(point, "share", None) == share]
     if unknown := sorted({*mark, *leave_out} - {point.policy for point in shown}):
-        raise ValueError(f"No policy has the budget {share:.0%} and the name {', '.join(unknown)}. Check share and the names.")
+        rule = f"No policy has the budget {share:.0%} and the name {', '.join(unknown)}. Check share and the names."
+        raise refused(rule, mark="unknown_name")
     shown = sorted((point for point in shown if point.policy not in leave_out), key=lambda point: point.accuracy)
     if not shown:
-        raise ValueError(f"No policy has the budget {share:.0%}; there are {sorted({p.share for p in points if p.share})}.")
+        rule = f"No policy has the budget {share:.0%}; there are {sorted({p.share for p in points if p.share})}."
+        raise refused(rule, share="unknown_name")
     figure, axes = subplots(size=(8.0, 1.1 + BAR * len(shown)))
     values = [100 * point.accuracy for point in shown]
     error = [[100 * (p.accuracy - p.low) for p in shown], [100 * (p.high - p.accuracy) for p in shown]]

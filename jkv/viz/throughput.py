@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jkv.errors import refused
 from jkv.text_files import read_json
 from jkv.viz.look import QUIET, name_lines, plain, style, subplots, title_axes
 
@@ -24,7 +25,8 @@ def throughput(records: Sequence[Mapping[str, Any]] | str | Path, title: str = "
     """
     found = read_records(Path(records)) if isinstance(records, str | Path) else list(records)
     if not found or not all(is_record(one) for one in found):
-        raise ValueError(f"Throughput is drawn from records with {', '.join(FIELDS)}; got {found[:1] or 'none'}.")
+        rule = f"Throughput is drawn from records with {', '.join(FIELDS)}; got {found[:1] or 'none'}."
+        raise refused(rule, records="missing")
     size, unit = next(((size, unit) for size, unit in UNITS if max(one["pool_bytes"] for one in found) >= size), (1, "bytes"))
     names = sorted(dict.fromkeys(one["policy"] for one in found), key=lambda name: name != "full")
     looks = iter(range(len(names)))
@@ -60,5 +62,5 @@ def read_records(path: Path) -> list[Any]:
     lists = [content, *content.values()] if isinstance(content, dict) else [content]
     found = next((one for one in lists if isinstance(one, list) and one and all(is_record(part) for part in one)), None)
     if found is None:
-        raise ValueError(f"{path} must hold a list of records with {', '.join(FIELDS)}; none is there.")
+        raise refused(f"{path} must hold a list of records with {', '.join(FIELDS)}; none is there.", path="missing")
     return found

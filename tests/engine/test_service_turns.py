@@ -113,14 +113,14 @@ def test_the_last_ticket_of_a_conversation_holds_it(service):
     assert service.call(lambda engine: len(engine.scheduler.kept_rows)).result() == 1
     last = ticket.extend(NEW[1], keep=False, **TURN)
     assert last.result().finish_reason == ["length"]
-    with pytest.raises(ValueError, match=r"this one was not. Submit the conversation again, with keep"):
+    with pytest.raises(ValueError, match=r"this one was not. Submit it again, with keep"):
         last.extend([5])
 
 
 def test_a_ticket_without_a_row_is_refused_by_the_reason(service, model):
     plain = service.submit(prompt_of(1), **SETTINGS)
     plain.result()
-    with pytest.raises(ValueError, match=r"this one was not. Submit the conversation again, with keep"):
+    with pytest.raises(ValueError, match=r"this one was not. Submit it again, with keep"):
         plain.extend([5])
     kept = service.submit(prompt_of(1), keep=True, **SETTINGS | {"max_new_tokens": 90})
     with pytest.raises(ValueError, match=r"this one still runs. Wait"):
@@ -131,8 +131,8 @@ def test_a_ticket_without_a_row_is_refused_by_the_reason(service, model):
         kept.extend([5])
     kept = service.submit(prompt_of(1), keep=True, **SETTINGS)
     kept.result()
-    for sample in (1, -1, True, "a"):
-        with pytest.raises(ValueError, match="sample must be one of"):
+    for sample, rule in ((1, "one of"), (-1, "one of"), (True, "a whole number"), ("a", "a whole number")):
+        with pytest.raises(ValueError, match=f"sample must be {rule}"):
             kept.extend([5], sample=sample)
     for tokens in ([], [10**6], "text"):
         with pytest.raises(ValueError, match="oken id"):

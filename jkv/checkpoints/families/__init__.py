@@ -20,6 +20,7 @@ from jkv.checkpoints.families import (
     smollm3,
 )
 from jkv.checkpoints.family import Family
+from jkv.checks import check_known
 
 FAMILIES: dict[str, Family] = {  # by `model_type` of config.json
     "llama": llama.FAMILY,
@@ -48,6 +49,5 @@ def find_family(name: str) -> Family:
     >>> find_family("phi3").tensor_of("layers.1.key")
     'model.layers.1.self_attn.qkv_proj.weight'
     """
-    if name not in FAMILIES:
-        raise ValueError(f"A model family must be one of {', '.join(FAMILIES)}; got {name!r}. Check ModelConfig.family.")
+    check_known(FAMILIES, family=name)
     return FAMILIES[name]

@@ -18,6 +18,8 @@ from tunix.rl import common, rl_cluster
 from tunix.rl import utils as rl_utils
 from tunix.rl.grpo import grpo_learner
 
+from jkv.checks import check_known
+from jkv.errors import refused
 from jkv.integrations.tunix.replayed import ReplayedExample, make_loss, renamed, settings_of
 from jkv.integrations.tunix.rollout import JkvRollout
 from jkv.rl import correct, make_batch, mismatch
@@ -61,12 +63,12 @@ class JkvGRPOLearner(grpo_learner.GRPOLearner):
         veto: float = 1e-4,
         **kwargs: Any,
     ) -> None:
-        if loss not in LOSSES:
-            raise ValueError(f"loss must be one of {', '.join(LOSSES)}; got {loss!r}.")
+        check_known(LOSSES, loss=loss)
         if loss == "replay" and (correction, cap, band, veto) != (None, 2.0, (0.5, 1.5), 1e-4):
-            raise ValueError(
+            raise refused(
                 f"A correction and its bounds are of a dense loss; a replay needs none; got {correction=}, {cap=}, {band=}, "
-                f"{veto=}. Leave them out."
+                f"{veto=}. Leave them out.",
+                correction="conflict",
             )
         self._is_replayed = loss == "replay"
         mode = "tis+veto" if correction is None else correction
@@ -79,9 +81,10 @@ class JkvGRPOLearner(grpo_learner.GRPOLearner):
             ("offload_to_cpu", config.offload_to_cpu),
         ):
             if is_set:
-                raise ValueError(
+                raise refused(
                     f"{name} must not be set: tunix 0.1.7 loses importance weights if it packs sequences, and offloaded "
-                    "weights cannot score. Leave it out."
+                    "weights cannot score. Leave it out.",
+                    **{name: "unsupported"},
                 )
         self._rolled_out = threading.local()  # tunix rolls out and evaluates in different threads
         if self._is_replayed:
@@ -95,7 +98,8 @@ class JkvGRPOLearner(grpo_learner.GRPOLearner):
         cluster = self.rl_cluster
         rollout, settings = cluster.rollout, settings_of(self.algo_config)
         if not isinstance(rollout, JkvRollout):
-            raise ValueError(f'loss="replay" needs the rollout engine JkvRollout; got {type(rollout).__name__}. Set it.')
+            rule = f'loss="replay" needs the rollout engine JkvRollout; got {type(rollout).__name__}. Set it.'
+            raise refused(rule, rollout="unsupported")
         mesh = renamed(cluster.r2m[rl_cluster.Role.ACTOR])
         rollout.return_trace = True
         cluster.get_old_per_token_logps = lambda *args, **kwargs: None  # of the full cache, which nothing would read
@@ -124,7 +128,8 @@ class JkvGRPOLearner(grpo_learner.GRPOLearner):
             return self._replayed(example, mode)
         output = self._rolled_out.output
         if output.logprobs is None:
-            raise ValueError("A correction needs the sampler's log-probabilities; got none. Set return_logprobs=True.")
+            rule = "A correction needs the sampler's log-probabilities; got none. Set return_logprobs=True."
+            raise refused(rule, return_logprobs="missing")
         width = example.completion_ids.shape[1]
         sampled = np.zeros((len(output.tokens), width), np.float32)
         lengths = np.array([len(row) for row in output.tokens])

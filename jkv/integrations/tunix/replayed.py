@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 from tunix.rl.grpo import grpo_learner
 
+from jkv.errors import refused
 from jkv.integrations.tunix.weights import TENSOR, leaves_of, make_params
 from jkv.model.params import ModelConfig
 from jkv.model.sharding import HEADS
@@ -45,7 +46,8 @@ def settings_of(config: grpo_learner.GRPOConfig) -> dict[str, Any]:
     ):
         if given not in known:
             choices = " or ".join(map(repr, known))
-            raise ValueError(f'{name} must be {choices} with loss="replay"; got {given!r}. Set it, or take loss="dense".')
+            rule = f'{name} must be {choices} with loss="replay"; got {given!r}. Set it, or take loss="dense".'
+            raise refused(rule, **{name: "unsupported"})
     clip = config.epsilon, getattr(config, "epsilon_high", config.epsilon)
     check_settings(clip, MEANS[config.loss_agg_mode], None, 0.0, None)
     return {"clip": clip, "mean": MEANS[config.loss_agg_mode], "beta": config.beta or 0.0}  # DAPO's is None

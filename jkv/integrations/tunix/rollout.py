@@ -22,10 +22,11 @@ import numpy as np
 from flax import nnx
 from tunix.rl.rollout import base_rollout
 
-from jkv.checks import counted, shown
+from jkv.checks import check_known, counted
 from jkv.engine.interrupts import deferred_interrupts
 from jkv.engine.mesh import DATA
 from jkv.engine.results import FAILED, reason_of
+from jkv.errors import refused
 from jkv.eviction import Policy
 from jkv.integrations.tunix.weights import TENSOR, Leaves, config_of, leaves_of, make_params, merged, scales_of, warn_of_dtype
 from jkv.model.params import Params
@@ -90,8 +91,7 @@ class JkvRollout(base_rollout.BaseRollout):
         failed: str = "raise",
         **engine: Any,
     ) -> None:
-        if failed not in ON_FAILED:
-            raise ValueError(f"failed must be one of {', '.join(ON_FAILED)}; got {shown(failed)}.")
+        check_known(ON_FAILED, failed=failed)
         self._tokenizer, self._policy, self._sleeps, self._engine = tokenizer, policy, sleeps, engine
         self._returns_failed = failed == "return"
         self._config = rollout_config or base_rollout.RolloutConfig()  # that of the last call
@@ -104,9 +104,10 @@ class JkvRollout(base_rollout.BaseRollout):
         check_divides(self.shape, num_parts(self._devices))
         is_there = set(next(iter(leaves.values())).devices()) == set(self._devices.devices.flat)
         if live and not is_there:
-            raise ValueError(
+            raise refused(
                 "Live weights must be on the devices of the role ROLLOUT; the actor's are on others. Use one mesh for both "
-                "roles, or pass live=False."
+                "roles, or pass live=False.",
+                live="conflict",
             )
         self._actor = rollout_actor if (is_there if live is None else live) else None
         self._leaves = leaves if self._actor is None else None  # the last synchronised weights
@@ -305,9 +306,10 @@ class JkvRollout(base_rollout.BaseRollout):
         if wanted is None or jnp.dtype(wanted) == own:
             return None
         if self._actor is not None:
-            raise ValueError(
+            raise refused(
                 f"Live weights must be used in their dtype, {own}; got data_type {jnp.dtype(wanted)}. Leave it out, or pass "
-                "live=False for a copy of that dtype."
+                "live=False for a copy of that dtype.",
+                data_type="conflict",
             )
         return jnp.dtype(wanted)
 
@@ -410,9 +412,10 @@ def check_widths(groups: Sequence[tuple[np.ndarray, int]], limit: int) -> None:
     """Refuses prompts that are empty or longer than the arrays of tunix."""
     for ids, _ in groups:
         if not 0 < len(ids) <= limit:
-            raise ValueError(
+            raise refused(
                 f"A prompt must have 1 to {limit} tokens, RolloutConfig.max_prompt_length; got {len(ids)} tokens, beginning "
-                f"with {ids[:8].tolist()}. Raise max_prompt_length, or drop such prompts; a cut prompt is another problem."
+                f"with {ids[:8].tolist()}. Raise max_prompt_length, or drop such prompts; a cut prompt is another problem.",
+                prompts="does_not_fit",
             )
 
 

@@ -19,6 +19,7 @@ import qwix
 from flax import nnx
 
 from jkv.checkpoints.families import FAMILIES
+from jkv.errors import refused
 from jkv.model.params import LayerParams, LowRank, ModelConfig, Params
 from jkv.model.weight_shapes import weight_shapes
 
@@ -88,9 +89,8 @@ def config_of(model: nnx.Module) -> ModelConfig:
     config: Any = getattr(model, "config", None)
     if kind is None or getattr(config, "num_experts", None):
         got = type(model).__name__ + (f" with {config.num_experts} experts" if kind else "")
-        raise ValueError(
-            f"The model must be a dense Qwen2, Qwen3 or Llama3 of tunix; got {got}. Use such a model or another rollout engine."
-        )
+        rule = f"The model must be a dense Qwen2, Qwen3 or Llama3 of tunix; got {got}. Use one, or another rollout engine."
+        raise refused(rule, model="unsupported")
     name, tie_field = MODULES[kind.__module__]
     return ModelConfig(
         family=name,
@@ -143,7 +143,8 @@ def scales_of(model: nnx.Module, leaves: Leaves, lora_alpha: float | None = None
         rule = next((rule for rule in rules if re.fullmatch(rule.module_path, module)), None)
         alpha = getattr(rule, "alpha", None) if lora_alpha is None else lora_alpha
         if alpha is None:
-            raise ValueError(f"The adapter of {weight} needs an alpha; the rules of the model have none. Pass lora_alpha=.")
+            message = f"The adapter of {weight} needs an alpha; the rules of the model have none. Pass lora_alpha=."
+            raise refused(message, lora_alpha="missing")
         scales[weight] = alpha / rank
     return scales
 
@@ -171,7 +172,8 @@ def make_params(config: ModelConfig, leaves: Mapping[str, Any], scales: Mapping[
         weight = left.pop(path, None)
         if weight is None or weight.size != shape.size:
             got = "none" if weight is None else f"one of shape {weight.shape}"
-            raise ValueError(f"A {config.family} model must have {path} of {shape.size} numbers; got {got}. Pass all weights.")
+            rule = f"A {config.family} model must have {path} of {shape.size} numbers; got {got}. Pass all weights."
+            raise refused(rule, weights="does_not_fit")
         if field not in ADAPTED or path + ADAPTERS[0] not in left:
             return weight
         down, up = (left.pop(path + adapter) for adapter in ADAPTERS)
@@ -188,13 +190,15 @@ def make_params(config: ModelConfig, leaves: Mapping[str, Any], scales: Mapping[
         unembedding=take("unembedding", shapes.unembedding),
     )
     if left:
-        raise ValueError(
+        raise refused(
             f"Weights must be plain, or have LoRA adapters at {', '.join(ADAPTED)}; got also {', '.join(sorted(left)[:3])} "
-            f"({len(left)} in all). Adapt only these weights, and do not quantise."
+            f"({len(left)} in all). Adapt only these weights, and do not quantise.",
+            weights="unsupported",
         )
     if len({leaf.dtype for leaf in jax.tree.leaves(params)}) > 1:
         found = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(params)})
-        raise ValueError(f"All weights must have one dtype; got {', '.join(found)}. Cast the model before training.")
+        rule = f"All weights must have one dtype; got {', '.join(found)}. Cast the model before training."
+        raise refused(rule, weights="unsupported")
     return params
 
 
@@ -206,16 +210,17 @@ def merged(leaves: Mapping[str, Any], new: Mapping[str, Any]) -> Leaves:
     """
     for path, leaf in new.items():
         if path not in leaves:
-            raise ValueError(f"New weights must be weights of the model; it has no {path}. Pass nnx.state of the same model.")
+            rule = f"New weights must be weights of the model; it has no {path}. Pass nnx.state of the same model."
+            raise refused(rule, weights="unknown_name")
         old = leaves[path]
         if (leaf.shape, leaf.dtype) != (old.shape, old.dtype):
-            raise ValueError(
-                f"{path} must be {old.dtype}{list(old.shape)}, as before; got {leaf.dtype}{list(leaf.shape)}. Build a new one."
+            raise refused(
+                f"{path} must be {old.dtype}{list(old.shape)}, as before; got {leaf.dtype}{list(leaf.shape)}. Build a new one.",
+                weights="does_not_fit",
             )
     if not new:
-        raise ValueError(
-            "New weights must have at least one array; got none. Pass nnx.state(model, nnx.Param), or nnx.LoRAParam."
-        )
+        rule = "New weights must have at least one array; got none. Pass nnx.state(model, nnx.Param), or nnx.LoRAParam."
+        raise refused(rule, weights="missing")
     return {**leaves, **new}
 
 
