@@ -29,8 +29,8 @@ from jkv.cli import (
     serve,
     steer,
 )
+from jkv.cli.errors import run_safely
 from jkv.cli.inputs import LOOKS, examples_of, expand_flags
-from jkv.cli_errors import run_safely
 from jkv.limits import check_numbers
 
 MOST_KEPT = 1 << 30  # bytes of compiled programs

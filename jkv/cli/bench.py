@@ -9,16 +9,17 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jkv.checks import install, shown, words
 from jkv.cli.inputs import LOOKS, make_folder
+from jkv.cli.options import Option, add_options, defaults_of
 from jkv.cli.serve import KEY
+from jkv.errors import refused
 from jkv.limits import MOST_SIZE
 
-Measure = Callable[[dict[str, Any], bool, Any], dict[str, Any]]  # of the options that were given, --quick, and a report
 QUICK_POOLS = [430_000, 134_000]
-NOT_SETTINGS = ("run", "bench", "measure", "module", "program", "quick", "out")
+NOT_SETTINGS = ("run", "bench", "benchmark", "module", "program", "quick", "out")
 POSITIVE = (
     *("rounds", "requests", "problems", "scale", "batch", "budget", "prompts", "samples", "limit"),
     *("new_tokens", "first_limit", "token_limit", "seconds"),
@@ -44,61 +45,41 @@ def rates(text: str) -> list[float]:
     return found
 
 
+class Benchmark(NamedTuple):
+    """What a benchmark measures, and its options; those without a line of help have no flag.
+
+    Attributes:
+      text: for its help.
+      measure: its record, of the value of each option and a report.
+      quick: what --quick sets: sizes of a test.
+    """
+
+    text: str
+    measure: Callable[[dict[str, Any], Any], dict[str, Any]]
+    options: tuple[Option, ...]
+    quick: dict[str, Any]
+
+
 def add(commands: Any) -> None:
     """The command's options, for each benchmark."""
     command = commands.add_parser("bench", help="measure speed and memory on this machine", description=__doc__, **LOOKS)
     benches = command.add_subparsers(metavar="benchmark", required=True)
-    throughput, latency, serve = (
-        add_bench(benches, name, *about, f"jkv.bench.{name}", "jkv bench") for name, about in BENCHES.items()
-    )
-    for parser in (throughput, latency):
-        add_rounds(parser)
-        add_model(parser)
-    throughput.add_argument("--policies", type=words, help="comma-separated, compared with full; default: r_kv,rpc")
-    throughput.add_argument("--scale", type=float, help="divides the paper's lengths, budget and interval; default: 4")
-    throughput.add_argument("--requests", type=int, help="default: 32; the paper's: 256")
-    latency.add_argument("--batches", type=whole, help="default: 1,8,32")
-    latency.add_argument("--chunks", type=whole, help="most steps between two reads by the host; default: 16,1")
-    add_serve(serve)
+    for name, one in BENCHES.items():
+        add_bench(benches, name, one, f"jkv.bench.{name}", "jkv bench")
 
 
-def add_bench(benches: Any, name: str, text: str, measure: Measure, module: str, program: str) -> argparse.ArgumentParser:
-    """One benchmark with the options that all have; `module` has its `table`, and `program` is what a reader types."""
-    parser: argparse.ArgumentParser = benches.add_parser(name, help=text, description=text, **LOOKS)
-    parser.set_defaults(run=run, bench=name, measure=measure, module=module, program=program)
-    parser.add_argument("--quick", action="store_true", help="sizes of a test: checks that it runs, not how fast")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="a folder for NAME.json and NAME.md; with --model NAME-MODEL; default: the table alone is shown",
-    )
-    return parser
+def add_bench(benches: Any, name: str, one: Benchmark, module: str, program: str) -> None:
+    """The command of a benchmark; `module` has its `table`, and `program` is what a reader types."""
+    parser = benches.add_parser(name, help=one.text, description=one.text, **LOOKS)
+    parser.set_defaults(run=run, bench=name, benchmark=one, module=module, program=program)
+    add_options(parser, COMMON)
+    for option in one.options:
+        option.add(parser)  # without its default, as a record has the flags that were given
 
 
-def add_rounds(parser: argparse.ArgumentParser) -> None:
+def rounds(default: int) -> Option:
     """How often each figure is timed."""
-    parser.add_argument("--rounds", type=int, help="timings of each, of which the median counts")
-
-
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """The model of a benchmark that takes any."""
-    parser.add_argument("--model", help="a shipped model, a folder, a hub name, or a TOML file of a shape")
-
-
-def add_serve(parser: Any) -> None:
-    """The options of a load."""
-    parser.add_argument("--url", help="of a server; default: one is started here, and ended")
-    parser.add_argument("--model", help="which to serve, where none is running; default: tiny-reasoner")
-    parser.add_argument("--policies", type=words, help="comma-separated; default: full,r_kv")
-    parser.add_argument("--budget", type=int, help="slots of the policies that have one; default: 128")
-    parser.add_argument("--rates", type=rates, help="requests a second, comma-separated; inf: all at once; default: 2,4,8,inf")
-    parser.add_argument("--requests", type=int, help="of each load; default: 64")
-    parser.add_argument("--new-tokens", type=int, help="mean length of completions; default: 256")
-    parser.add_argument("--batch", type=int, help="rows of the server that is started; default: 8")
-    parser.add_argument("--first-limit", type=float, help="ms to the first token of a good request; default: 1000")
-    parser.add_argument("--token-limit", type=float, help="ms from one token to the next of a good request; default: 20")
-    parser.add_argument("--seed", type=int, help="of arrivals and lengths; default: 0")
-    parser.add_argument("--seconds", type=float, help="after which a request has failed; default: 600")
+    return Option("rounds", int, default, "timings of each, of which the median counts")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -108,10 +89,12 @@ def run(options: argparse.Namespace) -> int:
     given = {name: value for name, value in vars(options).items() if name not in NOT_SETTINGS and value is not None}
     for name in POSITIVE:
         if not 0 < given.get(name, 1) < MOST_SIZE:
-            raise ValueError(f"--{name.replace('_', '-')} must be positive and below 2**31; got {shown(given[name])}.")
+            flag = f"--{name.replace('_', '-')}"
+            raise refused(f"{flag} must be positive and below 2**31; got {shown(given[name])}.", **{name: "out_of_range"})
     for name in ("lengths", "budgets", "batches", "budget_batches", "chunks"):
         if name in given and not (given[name] and all(0 < size < MOST_SIZE for size in given[name])):
-            raise ValueError(f"--{name} must be sizes, each positive and below 2**31; got {shown(given[name])}.")
+            rule = f"--{name} must be sizes, each positive and below 2**31; got {shown(given[name])}."
+            raise refused(rule, **{name: "out_of_range"})
     if options.out:
         make_folder(options.out)
     about = records.about(command_of(f"{options.program} {options.bench}", options.quick, given))
@@ -119,7 +102,9 @@ def run(options: argparse.Namespace) -> int:
     def report(figures: dict[str, Any]) -> None:
         print(json.dumps(figures), file=sys.stderr, flush=True)
 
-    record = {"about": about} | options.measure(given, options.quick, report)
+    one: Benchmark = options.benchmark
+    chosen = defaults_of(one.options) | (one.quick if options.quick else {}) | given
+    record = {"about": about} | one.measure(chosen, report)
     text = importlib.import_module(options.module).table(record)
     print(text)
     if options.out:
@@ -151,47 +136,80 @@ def command_of(program: str, quick: bool, given: dict[str, Any]) -> str:
     return f"{program} {shlex.join(typed)}".rstrip()
 
 
-def measure_serve(given: dict[str, Any], quick: bool, report: Any) -> dict[str, Any]:
+def measure_serve(chosen: dict[str, Any], report: Any) -> dict[str, Any]:
     """A load on a server."""
     from jkv.bench import serve
 
-    usual: dict[str, Any] = {"url": None, "model": "tiny-reasoner", "policies": ["full", "r_kv"], "budget": 128}
-    usual |= {"rates": [2.0, 4.0, 8.0, math.inf], "requests": 64, "new_tokens": 256, "batch": 8, "seed": 0, "seconds": 600.0}
-    usual |= {"first_limit": 1000.0, "token_limit": 20.0}
-    usual |= {"rates": [50.0, math.inf], "requests": 6, "new_tokens": 24, "batch": 2, "budget": 48} if quick else {}
-    usual |= given
-    limits, rows = (usual.pop("first_limit"), usual.pop("token_limit")), usual.pop("batch")
+    limits, rows = (chosen.pop("first_limit"), chosen.pop("token_limit")), chosen.pop("batch")
     key = os.environ.get(KEY) or None
-    return serve.measure(**usual, rows=rows, limits_ms=limits, key=key, report=report)
+    return serve.measure(**chosen, rows=rows, limits_ms=limits, key=key, report=report)
 
 
-def measure_throughput(given: dict[str, Any], quick: bool, report: Any) -> dict[str, Any]:
+def measure_throughput(chosen: dict[str, Any], report: Any) -> dict[str, Any]:
     """Fixed pools."""
     from jkv.bench import fixtures, throughput
 
-    usual: dict[str, Any] = {"model": "tiny-reasoner", "policies": ["r_kv", "rpc"], "scale": 4.0, "requests": 32, "rounds": 3}
-    usual |= {"scale": 16.0, "requests": 4, "rounds": 1, "policies": ["r_kv"], "pools": QUICK_POOLS} if quick else {}
-    usual |= given
-    return throughput.measure(fixtures.model_of(usual.pop("model")), **usual, report=report)
+    return throughput.measure(fixtures.model_of(chosen.pop("model")), **chosen, report=report)
 
 
-def measure_latency(given: dict[str, Any], quick: bool, report: Any) -> dict[str, Any]:
+def measure_latency(chosen: dict[str, Any], report: Any) -> dict[str, Any]:
     """What a user waits for."""
     from jkv.bench import fixtures, latency
     from jkv.policies import full, r_kv
 
-    usual: dict[str, Any] = {"model": "tiny-reasoner", "batches": [1, 8, 32], "chunks": [16, 1], "rounds": 5}
-    usual |= {"prompt": 128, "new_tokens": 256}
-    usual |= {"batches": [2], "chunks": [4], "rounds": 1, "new_tokens": 24} if quick else {}
-    usual |= given
-    return latency.measure(fixtures.model_of(usual.pop("model")), [full(), r_kv(128, 16)], **usual, report=report)
+    return latency.measure(fixtures.model_of(chosen.pop("model")), [full(), r_kv(128, 16)], **chosen, report=report)
 
 
-BENCHES: dict[str, tuple[str, Measure]] = {
-    "throughput": ("tokens a second of policies in fixed pools, from ample to tight (R-KV's stress test)", measure_throughput),
-    "latency": ("seconds to the first token, and between tokens, by rows and policy", measure_latency),
-    "serve": (
+COMMON = (
+    Option("quick", bool, False, "sizes of a test: checks that it runs, not how fast"),
+    Option(
+        "out", str, None, "a folder for NAME.json and NAME.md; with --model NAME-MODEL; default: the table alone is shown", Path
+    ),
+)
+MODEL = Option("model", str, "tiny-reasoner", "a shipped model, a folder, a hub name, or a TOML file of a shape")
+BENCHES = {
+    "throughput": Benchmark(
+        "tokens a second of policies in fixed pools, from ample to tight (R-KV's stress test)",
+        measure_throughput,
+        (
+            rounds(3),
+            MODEL,
+            Option("policies", list, ["r_kv", "rpc"], "comma-separated, compared with full", words),
+            Option("scale", float, 4.0, "divides the paper's lengths, budget and interval"),
+            Option("requests", int, 32, "the paper's: 256"),
+        ),
+        {"scale": 16.0, "requests": 4, "rounds": 1, "policies": ["r_kv"], "pools": QUICK_POOLS},
+    ),
+    "latency": Benchmark(
+        "seconds to the first token, and between tokens, by rows and policy",
+        measure_latency,
+        (
+            rounds(5),
+            MODEL,
+            Option("batches", list, [1, 8, 32], "rows, comma-separated", whole),
+            Option("chunks", list, [16, 1], "most steps between two reads by the host", whole),
+            Option("prompt", int, 128),
+            Option("new_tokens", int, 256),
+        ),
+        {"batches": [2], "chunks": [4], "rounds": 1, "new_tokens": 24},
+    ),
+    "serve": Benchmark(
         f"what users of a server wait for, by the rate of requests and the policy ({install('serve')})",
         measure_serve,
+        (
+            Option("url", str, None, "of a server; default: one is started here, and ended"),
+            Option("model", str, "tiny-reasoner", "which to serve, where none is running"),
+            Option("policies", list, ["full", "r_kv"], "comma-separated", words),
+            Option("budget", int, 128, "slots of the policies that have one"),
+            Option("rates", list, [2.0, 4.0, 8.0, math.inf], "requests a second, comma-separated; inf: all at once", rates),
+            Option("requests", int, 64, "of each load"),
+            Option("new_tokens", int, 256, "mean length of completions"),
+            Option("batch", int, 8, "rows of the server that is started"),
+            Option("first_limit", float, 1000.0, "ms to the first token of a good request"),
+            Option("token_limit", float, 20.0, "ms from one token to the next of a good request"),
+            Option("seed", int, 0, "of arrivals and lengths"),
+            Option("seconds", float, 600.0, "after which a request has failed"),
+        ),
+        {"rates": [50.0, math.inf], "requests": 6, "new_tokens": 24, "batch": 2, "budget": 48},
     ),
 }

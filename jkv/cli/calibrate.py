@@ -6,6 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from jkv.cli.inputs import LOOKS, check_target, own_traces
+from jkv.cli.options import LEARNT_FILE, MODEL, Option, add_options
+
+OPTIONS = (
+    MODEL,
+    Option("text", str, None, "any plain text; default: the model's own traces of unseen chains", Path),
+    Option("problems", int, 100, "how many unseen chains, without --text"),
+    Option("tokens", int, 32_768, "of the text, at most"),
+    LEARNT_FILE,
+)
 
 
 def add(commands: Any) -> None:
@@ -17,13 +26,7 @@ def add(commands: Any) -> None:
         **LOOKS,
     )
     command.set_defaults(run=run)
-    command.add_argument(
-        "--model", default="tiny-reasoner", help="a shipped model, a checkpoint folder, a GGUF file, or a hub name"
-    )
-    command.add_argument("--text", type=Path, help="any plain text; default: the model's own traces of unseen chains")
-    command.add_argument("--problems", type=int, default=100, help="how many unseen chains, without --text; default: 100")
-    command.add_argument("--tokens", type=int, default=32_768, help="at most so many of the text (default %(default)s)")
-    command.add_argument("--out", type=Path, required=True, help="the safetensors file to write")
+    add_options(command, OPTIONS)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,15 +1,41 @@
 """`jkv chat` talks with a model over several turns."""
 
 import argparse
+import dataclasses
 import sys
 from typing import Any
 
 from jkv.checks import described
 from jkv.cli import remote_chat
-from jkv.cli.inputs import LOOKS, PARSE_SPECIAL, add_model_options, load_model, read_line, sampling_of
-from jkv.cli.options import read_settings
+from jkv.cli.inputs import LOOKS, load_model, read_line, sampling_of
+from jkv.cli.options import ENGINE, MODEL, ONE_MESH, PARSE_SPECIAL, POLICY, Option, add_options, read_settings
 
 BOUNDED_CONTEXT, OPEN_CONTEXT = 8_192, 32_768  # slots
+
+OWN = {  # in place of those of every engine; a server has a model and a policy of its own
+    "model": dataclasses.replace(MODEL, default=None, help=MODEL.line),
+    "policy": dataclasses.replace(POLICY, default=None, help=POLICY.line),
+    "mesh": ONE_MESH,
+}
+OPTIONS = (
+    *(OWN.get(option.name, option) for option in ENGINE),
+    Option(
+        "url",
+        str,
+        None,
+        "of a server to talk with, such as that of `jkv serve`; its key is in JKV_API_KEY, and --model is by default the first "
+        "that it lists",
+    ),
+    Option("system", str, None, "the system's message", more={"metavar": "TEXT"}),
+    PARSE_SPECIAL,
+    Option(
+        "context",
+        int,
+        None,
+        f"slots of the cache in each layer and KV head, which the conversation must fit; default: {BOUNDED_CONTEXT} with a "
+        f"fixed budget, else {OPEN_CONTEXT}, or the model's positions if fewer",
+    ),
+)
 
 
 def add(commands: Any) -> None:
@@ -22,21 +48,7 @@ def add(commands: Any) -> None:
         **LOOKS,
     )
     command.set_defaults(run=run)
-    add_model_options(command)
-    command.set_defaults(policy=None, model=None)
-    command.add_argument(
-        "--url",
-        help="of a server to talk with, such as that of `jkv serve`; its key is in JKV_API_KEY, and --model is by default the "
-        "first that it lists",
-    )
-    command.add_argument("--system", metavar="TEXT", help="the system's message")
-    command.add_argument("--parse-special", action="store_true", help=PARSE_SPECIAL)
-    command.add_argument(
-        "--context",
-        type=int,
-        help=f"slots of the cache in each layer and KV head, which the conversation must fit (default: {BOUNDED_CONTEXT} "
-        f"with a fixed budget, else {OPEN_CONTEXT}, or the model's positions if fewer)",
-    )
+    add_options(command, OPTIONS)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -49,8 +61,8 @@ def run(options: argparse.Namespace) -> int:
     from jkv.generate import log_programs
     from jkv.policies import make
 
-    policy = make(options.policy or "full", read_settings(options.budget, options.set))
-    name = options.model or "tiny-reasoner"
+    policy = make(options.policy or POLICY.default, read_settings(options.budget, options.set))
+    name = options.model or MODEL.default
     model = load_model(name, options.weight_dtype, options.mesh, replicas=False)
     if not has_chat_template(model.tokenizer):
         raise ValueError(

@@ -8,18 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from jkv.checks import words
-from jkv.cli.inputs import LOOKS, PENALTIES, add_mesh, add_settings, can_draw, load_model, make_folder
+from jkv.cli.inputs import LOOKS, can_draw, load_model, make_folder
 from jkv.cli.options import (
     CONTRASTS,
     KV_DTYPE,
     MAX_RUNNING,
+    MESH,
     MODEL,
     PAGE_SIZE,
     PROTECTION,
+    SAMPLING,
     SEEDS,
+    SET,
     SETTINGS,
     WEIGHT_DTYPE,
     Option,
+    add_options,
     counts,
     defaults_of,
     read_options,
@@ -27,14 +31,6 @@ from jkv.cli.options import (
 )
 from jkv.policies import POLICIES, needs_no_file
 
-SAMPLINGS = (
-    Option("temperature", float, 0.0, "0 is greedy, the default"),
-    Option("top_p", float, 1.0, "default: 1, all tokens"),
-    Option("top_k", int, 0, "default: 0, all tokens"),
-    Option("min_p", float, 0.0, "default: 0, all tokens"),
-    *(Option(f"{name}_penalty", float, neutral, f"{effect}; default: {neutral:g}") for name, effect, neutral in PENALTIES),
-    Option("seed", int, 0, "of the draws, the same for every policy; default: 0"),
-)
 PROBLEMS = (
     Option("file", str, None, "the same as --dataset", Path),
     Option(
@@ -52,7 +48,7 @@ PROBLEMS = (
     Option("answer", str, None, "the field of the gold answer"),
     Option("template", str, None, "the prompt, with {question}; default: the preset's, or the question alone"),
     Option("chat_template", bool, None, "whether the prompt is a turn of the model's chat"),
-    Option("shuffle_seed", int, 0, "of the order of a question's choices; default: 0"),
+    Option("shuffle_seed", int, 0, "of the order of a question's choices"),
     Option("grader", str, None, "boxed (equal text), math (math-verify) or choice (a letter); default: the preset's"),
     Option("skip_ungradable", bool, False, "leave out gold answers that the grader does not mark right"),
     Option("problems", int, None, "how many; default: all of a data set, 200 chains"),
@@ -76,14 +72,15 @@ OPTIONS = (
     SEEDS,
     Option("samples", int, 1, "of each problem"),
     Option("pass_at", list, None, "comma-separated k of pass@k; default: 1 and the number of samples", counts),
-    *SAMPLINGS,
+    *SAMPLING,
+    Option("seed", int, 0, "of the draws, the same for every policy"),
     Option("max_new_tokens", int, None, "default: 1024, or what the model's positions leave"),
     MAX_RUNNING,
     PAGE_SIZE,
     Option("kv_memory", int, None, "bytes of the pool; default: what the rows need"),
     KV_DTYPE,
     WEIGHT_DTYPE,
-    Option("mesh", str),
+    MESH,
 )
 DEFAULTS = defaults_of(OPTIONS)
 # What records of older versions leave out, and stood for then.
@@ -107,8 +104,7 @@ def add(commands: Any) -> None:
     command.add_argument("--config", type=Path, help="a TOML file with any of the options below and [settings.<policy>]")
     for option in OPTIONS:
         option.add(command)
-    add_settings(command)
-    add_mesh(command)
+    add_options(command, [SET])
     command.add_argument("--out", type=Path, help="a folder for the table, JSON, completions and, with matplotlib, the picture")
     command.add_argument("--resume", action="store_true", help="resume an interrupted run into --out")
 

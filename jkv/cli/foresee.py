@@ -7,6 +7,26 @@ from typing import Any
 
 from jkv.checks import words
 from jkv.cli.inputs import LOOKS, check_target, passages
+from jkv.cli.options import LEARNT_FILE, MODEL, Option, add_options
+
+OPTIONS = (
+    MODEL,
+    Option("text", str, None, "plain text like what the model will read; default: its own traces of unseen chains", Path),
+    Option("passages", int, 400, "how many texts"),
+    Option(
+        "length",
+        int,
+        None,
+        "tokens of each passage of --text: as many as the model will write; older slots than those of a passage are not told "
+        "apart; default: the model's positions, at most 4096, or fewer if memory does not hold them",
+    ),
+    Option("hidden", int, 32, "hidden units of each network"),
+    Option("steps", int, 2_000, "steps of training"),
+    Option("seed", int, 0, "of the first weights and of the order of texts"),
+    Option("without", list, [], "inputs to leave out, of key, value and age, comma-separated", words),
+    Option("power", int, 2, "to which attention is raised; 2 counts sharp look-ups"),
+    LEARNT_FILE,
+)
 
 
 def add(commands: Any) -> None:
@@ -18,31 +38,7 @@ def add(commands: Any) -> None:
         **LOOKS,
     )
     command.set_defaults(run=run)
-    command.add_argument(
-        "--model", default="tiny-reasoner", help="a shipped model, a checkpoint folder, a GGUF file, or a hub name"
-    )
-    command.add_argument(
-        "--text", type=Path, help="plain text like what the model will read; default: its own traces of unseen chains"
-    )
-    command.add_argument("--passages", type=int, default=400, help="how many texts (default %(default)s)")
-    command.add_argument(
-        "--length",
-        type=int,
-        help="tokens of each passage of --text: as many as the model will write; older slots than those of a passage are not "
-        "told apart (default: the model's positions, at most 4096, or fewer if memory does not hold them)",
-    )
-    command.add_argument("--hidden", type=int, default=32, help="hidden units of each network (default %(default)s)")
-    command.add_argument("--steps", type=int, default=2_000, help="steps of training (default %(default)s)")
-    command.add_argument(
-        "--seed", type=int, default=0, help="of the first weights and of the order of texts (default %(default)s)"
-    )
-    command.add_argument(
-        "--without", type=words, default=[], help="inputs to leave out, of key, value and age, comma-separated"
-    )
-    command.add_argument(
-        "--power", type=int, default=2, help="to which attention is raised; 2 counts sharp look-ups (default %(default)s)"
-    )
-    command.add_argument("--out", type=Path, required=True, help="the safetensors file to write")
+    add_options(command, OPTIONS)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,15 +1,35 @@
 """`jkv generate` decodes one prompt or a file of them."""
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from jkv.checks import counted
-from jkv.cli.inputs import LOOKS, PARSE_SPECIAL, add_model_options, check_target, load_model, read_prompts, sampling_of
-from jkv.cli.options import read_settings
-from jkv.cli_errors import discard_output
+from jkv.cli.errors import discard_output
+from jkv.cli.inputs import LOOKS, check_target, load_model, read_prompts, sampling_of
+from jkv.cli.options import ENGINE, MAX_RUNNING, PARSE_SPECIAL, Option, add_options, read_settings
+
+OPTIONS = (
+    Option("file", str, None, 'prompts: one a line; or in a .jsonl file objects with a "prompt" (text or token ids)', Path),
+    Option("chat", bool, False, "the prompt is a user's message; the model's chat template is used"),
+    PARSE_SPECIAL,
+    *ENGINE,
+    Option("n", int, 1, "samples of each prompt"),
+    Option(
+        "stop_strings",
+        list,
+        [],
+        "a text that ends a completion; may be repeated",
+        str,
+        {"action": "append", "metavar": "TEXT"},
+    ),
+    dataclasses.replace(MAX_RUNNING, default=None, help="rows decoded together; default: up to 32"),
+    Option("html", str, None, "write a picture of what the cache kept over time here", Path, {"metavar": "FILE"}),
+    Option("out", str, None, "write JSON lines, one a sample, here; - is standard output", more={"metavar": "FILE"}),
+)
 
 
 def add(commands: Any) -> None:
@@ -17,21 +37,7 @@ def add(commands: Any) -> None:
     command = commands.add_parser("generate", help="complete prompts", description="Completes prompts.", **LOOKS)
     command.set_defaults(run=run)
     command.add_argument("prompt", nargs="?", help="the prompt; or use --file")
-    command.add_argument(
-        "--file", type=Path, help='prompts: one a line; or in a .jsonl file objects with a "prompt" (text or token ids)'
-    )
-    command.add_argument(
-        "--chat", action="store_true", help="the prompt is a user's message; the model's chat template is used"
-    )
-    command.add_argument("--parse-special", action="store_true", help=PARSE_SPECIAL)
-    add_model_options(command)
-    command.add_argument("-n", type=int, default=1, help="samples of each prompt (default 1)")
-    command.add_argument(
-        "--stop-strings", action="append", default=[], metavar="TEXT", help="a text that ends a completion; may be repeated"
-    )
-    command.add_argument("--max-running", type=int, help="rows decoded together; default: up to 32")
-    command.add_argument("--html", type=Path, metavar="FILE", help="write a picture of what the cache kept over time here")
-    command.add_argument("--out", metavar="FILE", help="write JSON lines, one a sample, here; - is standard output")
+    add_options(command, OPTIONS)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from jkv.checks import did_you_mean, install, shown
-from jkv.cli.options import KV_DTYPE, WEIGHT_DTYPE
 
 EXAMPLES = """\
 examples:
@@ -51,57 +50,6 @@ def examples_of(command: str) -> str:
 
 FLAG = re.compile(r"--[a-z][a-z0-9-]*(=.*)?", flags=re.DOTALL)
 LOOKS: dict[str, Any] = {"epilog": EXAMPLES, "formatter_class": argparse.RawDescriptionHelpFormatter}
-PENALTIES = (  # each with what it does, and the number that changes nothing
-    ("repetition", "above 1 makes tokens of prompt and completion less likely", 1.0),
-    ("presence", "above 0 makes tokens of the completion less likely", 0.0),
-    ("frequency", "above 0 makes tokens of the completion less likely each time", 0.0),
-)
-PARSE_SPECIAL = "let messages make control tokens by writing their text, such as <|im_end|> (default: only the template does)"
-
-
-def add_model_options(command: argparse.ArgumentParser) -> None:
-    """The options of a model, a policy and its sampling, which several commands share."""
-    command.add_argument(
-        "--model",
-        default="tiny-reasoner",
-        help="a name of `jkv models` (default: tiny-reasoner), a checkpoint folder, a GGUF file, or a hub name",
-    )
-    command.add_argument("--policy", default="full", help="how the cache stays small (default: full); see `jkv policies`")
-    add_budget(command)
-    add_settings(command)
-    add_sampling(command, "what the model's makers say, else ")
-    command.add_argument("--seed", type=int, help="of the random draws; default: fresh, and reported")
-    command.add_argument(
-        "--max-new-tokens", type=int, help="default: what the model's positions and the memory leave, up to 32768"
-    )
-    command.add_argument("--page-size", type=int, help="slots of a page; default: 128 on a TPU, 16 elsewhere")
-    WEIGHT_DTYPE.add(command)
-    add_mesh(command)
-    KV_DTYPE.add(command)
-    command.add_argument(
-        "--kernels", help='"reference" computes everything by plain XLA; see docs/devices.md (default: the best for the device)'
-    )
-    command.add_argument("--verbose", action="store_true", help="say which device, kernels and pool are used")
-
-
-def add_budget(command: argparse.ArgumentParser) -> None:
-    """`--budget`."""
-    command.add_argument(
-        "--budget", type=slots_or_bytes, help="slots kept in each layer and KV head; or bytes of a row over all, such as 64MB"
-    )
-
-
-def slots_or_bytes(text: str) -> int | str:
-    """A budget as a user types it; a recipe checks the text of one in bytes."""
-    return int(text) if text.strip().lstrip("+-").isdigit() else text
-
-
-def add_mesh(command: argparse.ArgumentParser, replicas: bool = True) -> None:
-    """`--mesh`; without `replicas` it has no axis "data"."""
-    more = "; data=M,tensor=N runs M replicas, each on N devices" if replicas else ""
-    command.add_argument(
-        "--mesh", metavar="tensor=N", help=f"splits the model and its cache over N devices{more}; default: one device"
-    )
 
 
 def load_model(name: str, weight_dtype: str | None, mesh: str | None, replicas: bool = True) -> Any:
@@ -110,28 +58,6 @@ def load_model(name: str, weight_dtype: str | None, mesh: str | None, replicas: 
     from jkv.engine.mesh import read_mesh
 
     return checkpoint.load(name, weight_dtype=weight_dtype, mesh=None if mesh is None else read_mesh(mesh, replicas))
-
-
-def add_sampling(command: argparse.ArgumentParser, default: str = "", temperature: float = 0, top_p: float = 1) -> None:
-    """The options of how tokens are drawn, without a seed."""
-    command.add_argument("--temperature", type=float, help=f"0 is greedy; default: {default}{temperature:g}")
-    command.add_argument("--top-p", type=float, help=f"1 keeps all tokens; default: {default}{top_p:g}")
-    command.add_argument("--top-k", type=int, help=f"0 keeps all tokens; default: {default}0")
-    command.add_argument("--min-p", type=float, help=f"0 keeps all tokens; default: {default}0")
-    for name, effect, neutral in PENALTIES:
-        line = f"{effect}; default: {default if neutral else ''}{neutral:g}"
-        command.add_argument(f"--{name}-penalty", type=float, help=line)
-
-
-def add_settings(command: argparse.ArgumentParser) -> None:
-    """`--set`; `expand_flags` writes it for a policy's settings."""
-    command.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a setting of the policy; may be repeated. `--interval 16` is short for `--set interval=16`",
-    )
 
 
 def sampling_of(options: argparse.Namespace, own: Any) -> Any:

@@ -5,10 +5,43 @@ import math
 from pathlib import Path
 from typing import Any
 
-from jkv.cli.inputs import LOOKS, add_budget, add_sampling, add_settings, check_target, sampling_of
-from jkv.cli.options import KV_DTYPE, WEIGHT_DTYPE, read_settings
+from jkv.cli.inputs import LOOKS, check_target, sampling_of
+from jkv.cli.options import (
+    BUDGET,
+    DEVICE_PAGE_SIZE,
+    KV_DTYPE,
+    POLICY,
+    SET,
+    WEIGHT_DTYPE,
+    Option,
+    add_options,
+    read_settings,
+    sampling_options,
+)
 
 GIGA, TERA = 1e9, 1e12
+OPTIONS = (
+    Option("list", bool, False, "list the models and devices that have names"),
+    Option("device", str, None, "a name of --list"),
+    POLICY,
+    BUDGET,
+    SET,
+    Option("length", int, None, "tokens of a row, prompt included; default: 16384, or what the model has"),
+    Option("prompt", int, 256, "tokens of it that are the prompt"),
+    Option("batch", int, None, "rows decoded together; default: as many as fit"),
+    *sampling_options(temperature=1, top_p=0.95),
+    DEVICE_PAGE_SIZE,
+    Option("dtype", str, None, "of weights and cache; default: float32 on a CPU, bfloat16 elsewhere"),
+    WEIGHT_DTYPE,
+    KV_DTYPE,
+    Option("num_devices", int, 1, "that KV heads are split over"),
+    Option("memory_share", float, 0.9, "of a device's memory to fill"),
+    Option("memory", float, None, "of a device, in place of the vendor's", more={"metavar": "GB"}),
+    Option("bandwidth", float, None, "of its memory, likewise", more={"metavar": "GB/S"}),
+    Option("rate", float, None, "of its arithmetic, likewise", more={"metavar": "TFLOP/S"}),
+    Option("json", bool, False, "print JSON"),
+    Option("out", str, None, "write JSON here too", Path, {"metavar": "FILE"}),
+)
 
 
 def add(commands: Any) -> None:
@@ -24,26 +57,7 @@ def add(commands: Any) -> None:
     command.add_argument(
         "model", nargs="?", help="a name of --list, a TOML file, a checkpoint folder, a GGUF file, or a hub name"
     )
-    command.add_argument("--list", action="store_true", help="list the models and devices that have names")
-    command.add_argument("--device", help="a name of --list")
-    command.add_argument("--policy", default="full", help="how the cache stays small (see `jkv policies`); default: full")
-    add_budget(command)
-    add_settings(command)
-    command.add_argument("--length", type=int, help="tokens of a row, prompt included; default: 16384, or what the model has")
-    command.add_argument("--prompt", type=int, default=256, help="tokens of it that are the prompt; default: 256")
-    command.add_argument("--batch", type=int, help="rows decoded together; default: as many as fit")
-    add_sampling(command, temperature=1, top_p=0.95)
-    command.add_argument("--page-size", type=int, help="slots of a page; default: 128 on a TPU, 16 elsewhere")
-    command.add_argument("--dtype", help="of weights and cache; default: float32 on a CPU, bfloat16 elsewhere")
-    WEIGHT_DTYPE.add(command)
-    KV_DTYPE.add(command)
-    command.add_argument("--num-devices", type=int, default=1, help="that KV heads are split over; default: 1")
-    command.add_argument("--memory-share", type=float, default=0.9, help="of a device's memory to fill; default: 0.9")
-    command.add_argument("--memory", type=float, metavar="GB", help="of a device, in place of the vendor's")
-    command.add_argument("--bandwidth", type=float, metavar="GB/S", help="of its memory, likewise")
-    command.add_argument("--rate", type=float, metavar="TFLOP/S", help="of its arithmetic, likewise")
-    command.add_argument("--json", action="store_true", help="print JSON")
-    command.add_argument("--out", type=Path, metavar="FILE", help="write JSON here too")
+    add_options(command, OPTIONS)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from jkv.checks import did_you_mean, shown
-from jkv.cli.inputs import LOOKS, add_model_options
+from jkv.cli.inputs import LOOKS
+from jkv.cli.options import ENGINE
 
 
 def add(commands: Any) -> None:
@@ -67,9 +68,7 @@ def explain(name: str) -> str:
     recipe = POLICIES[name]
     entry, fields = entry_of(recipe), inspect.signature(recipe).parameters.values()
     paper = f" (arXiv {entry.arxiv})" if entry.arxiv else ""
-    parser = argparse.ArgumentParser()
-    add_model_options(parser)
-    taken = vars(parser.parse_args([])).keys() - {"budget"}  # of the command itself, such as --seed
+    taken = {option.name for option in ENGINE} - {"budget"}  # of the command itself, such as --seed
     said = {
         f"set {field.name}=" if field.name in taken else field.name.replace("_", "-"): "must be given"
         if field.default is field.empty

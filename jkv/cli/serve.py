@@ -1,14 +1,31 @@
 """`jkv serve` answers OpenAI's HTTP requests with a model whose cache stays small."""
 
 import argparse
+import dataclasses
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from jkv.checks import install, words
-from jkv.cli.inputs import LOOKS, PARSE_SPECIAL, add_budget, add_mesh, add_settings, load_model
-from jkv.cli.options import KV_DTYPE, WEIGHT_DTYPE, options_of, read_settings
+from jkv.cli.inputs import LOOKS, load_model
+from jkv.cli.options import (
+    BUDGET,
+    DEVICE_PAGE_SIZE,
+    KERNELS,
+    KV_DTYPE,
+    MAX_RUNNING,
+    ONE_MESH,
+    PARSE_SPECIAL,
+    SET,
+    VERBOSE,
+    WEIGHT_DTYPE,
+    Option,
+    add_options,
+    number_or_text,
+    options_of,
+    read_settings,
+)
 from jkv.serving.options import ServerOptions
 
 OPEN_CONTEXT = 32_768  # slots
@@ -16,6 +33,51 @@ KEY = "JKV_API_KEY"  # the environment variable
 LOCAL = ("127.0.0.1", "::1", "localhost")
 MOST_STOP_IDS = 32  # of a request
 SERVER = ("name", "policy", "max_waiting", "max_conversations", "conversation_seconds", "time_limit")  # fields of its options
+
+OPTIONS = (
+    *options_of(ServerOptions, SERVER),
+    BUDGET,
+    SET,
+    Option(
+        "policies",
+        list,
+        [],
+        "more policies that requests may name: those that need more than the last 8 queries, such as h2o,quest",
+        words,
+        {"metavar": "NAMES"},
+    ),
+    Option("allow_policies", list, [], "only these may be named; default: all", words, {"metavar": "NAMES"}),
+    Option("host", str, "127.0.0.1", "where to listen; default: 127.0.0.1, this machine alone"),
+    Option("port", int, 8000, "0 takes a free one"),
+    Option("api_key", str, None, f"that clients must send; default: the variable {KEY}, or none", more={"metavar": "KEY"}),
+    PARSE_SPECIAL,
+    dataclasses.replace(MAX_RUNNING, default=None, help="rows decoded together; default: 8"),
+    Option("drain", float, 30.0, "seconds for open requests after Ctrl-C"),
+    Option("context", int, None, f"slots that a request may fill; default: the model's positions, up to {OPEN_CONTEXT}"),
+    Option("kv_memory", str, None, 'bytes of the pool, or "auto" for the free memory; default: full rows', number_or_text),
+    Option("chunk", int, 16, "decode steps between two events of a stream"),
+    DEVICE_PAGE_SIZE,
+    WEIGHT_DTYPE,
+    ONE_MESH,
+    KV_DTYPE,
+    Option(
+        "no_prefix_cache",
+        bool,
+        False,
+        "keep no prompt after its request; by default prompts stay in pages that nothing else needs",
+    ),
+    Option("trainer", bool, False, "answer a trainer too: /generate, /pause, /resume, /update_weights"),
+    Option("weights_root", str, None, "the folder of the checkpoints that /update_weights may read", Path, {"metavar": "DIR"}),
+    Option(
+        "warm_up",
+        str,
+        "most",
+        "compile before the first client what most requests need, or the first programs alone",
+        more={"choices": ("most", "first")},
+    ),
+    KERNELS,
+    VERBOSE,
+)
 
 
 def add(commands: Any) -> None:
@@ -29,51 +91,7 @@ def add(commands: Any) -> None:
     )
     command.set_defaults(run=run)
     command.add_argument("model", help="a name of `jkv models`, a checkpoint folder, a GGUF file, or a hub name")
-    for option in options_of(ServerOptions, SERVER):
-        option.add(command)
-    add_budget(command)
-    add_settings(command)
-    command.add_argument(
-        "--policies",
-        default="",
-        metavar="NAMES",
-        help="more policies that requests may name: those that need more than the last 8 queries, such as h2o,quest",
-    )
-    command.add_argument("--allow-policies", default="", metavar="NAMES", help="only these may be named (default: all)")
-    command.add_argument("--host", default="127.0.0.1", help="where to listen (default: 127.0.0.1, this machine alone)")
-    command.add_argument("--port", type=int, default=8000, help="default: 8000; 0 takes a free one")
-    command.add_argument("--api-key", metavar="KEY", help=f"that clients must send; default: the variable {KEY}, or none")
-    command.add_argument("--parse-special", action="store_true", help=PARSE_SPECIAL)
-    command.add_argument("--max-running", type=int, help="rows decoded together (default: 8)")
-    command.add_argument("--drain", type=float, default=30.0, help="seconds for open requests after Ctrl-C (default: 30)")
-    command.add_argument(
-        "--context", type=int, help=f"slots that a request may fill (default: the model's positions, up to {OPEN_CONTEXT})"
-    )
-    command.add_argument("--kv-memory", help='bytes of the pool, or "auto" for the free memory (default: full rows)')
-    command.add_argument("--chunk", type=int, default=16, help="decode steps between two events of a stream (default: 16)")
-    command.add_argument("--page-size", type=int, help="slots of a page; default: 128 on a TPU, 16 elsewhere")
-    WEIGHT_DTYPE.add(command)
-    add_mesh(command, replicas=False)
-    KV_DTYPE.add(command)
-    command.add_argument(
-        "--no-prefix-cache",
-        action="store_true",
-        help="keep no prompt after its request; by default prompts stay in pages that nothing else needs",
-    )
-    command.add_argument(
-        "--trainer", action="store_true", help="answer a trainer too: /generate, /pause, /resume, /update_weights"
-    )
-    command.add_argument(
-        "--weights-root", type=Path, metavar="DIR", help="the folder of the checkpoints that /update_weights may read"
-    )
-    command.add_argument(
-        "--warm-up",
-        choices=("most", "first"),
-        default="most",
-        help="compile before the first client what most requests need, or the first programs alone (default: most)",
-    )
-    command.add_argument("--kernels", help='"reference" computes everything by plain XLA; see docs/devices.md')
-    command.add_argument("--verbose", action="store_true", help="say which device, kernels and pool are used")
+    add_options(command, OPTIONS)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -91,27 +109,26 @@ def run(options: argparse.Namespace) -> int:
     from pallas_kernels.sealed import SEALED
 
     settings = read_settings(options.budget, options.set)
-    more = [make(name, {"budget": options.budget or 1024} if has_budget(name) else {}) for name in words(options.policies)]
+    more = [make(name, {"budget": options.budget or 1024} if has_budget(name) else {}) for name in options.policies]
     key = options.api_key or os.environ.get(KEY) or None
     check_trainer(options, key)
     trainer = TrainerOptions(options.weights_root) if options.trainer else None
     server_options = ServerOptions(
         settings=settings,
-        allowed=tuple(words(options.allow_policies)),
+        allowed=tuple(options.allow_policies),
         parse_special=options.parse_special,
         api_key=key,
-        **{name: value for name in SERVER if (value := getattr(options, name)) is not None},
+        **{name: getattr(options, name) for name in SERVER},
     )
     policy = make(server_options.policy, settings)
     place = listen(options.host, options.port)
     model = load_model(options.model, options.weight_dtype, options.mesh, replicas=False)
     positions, is_sealed = model.config.max_positions, options.kv_dtype in SEALED
-    kv_memory = int(options.kv_memory) if (options.kv_memory or "").isdecimal() else options.kv_memory
     engine = Engine(
         model,
         max_running=options.max_running,
         max_slots=min(options.context or OPEN_CONTEXT, positions),
-        kv_memory=kv_memory,
+        kv_memory=options.kv_memory,
         chunk=options.chunk,
         page_size=options.page_size,
         kv_dtype=options.kv_dtype,

@@ -6,6 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from jkv.cli.inputs import LOOKS, check_target, read_prompts
+from jkv.cli.options import LEARNT_FILE, MAX_NEW_TOKENS, MODEL, TEMPERATURE, Option, add_options
+
+OPTIONS = (
+    MODEL,
+    Option("file", str, None, "prompts, as of generate; default: unseen chains", Path),
+    Option("problems", int, 100, "how many unseen chains"),
+    TEMPERATURE,
+    Option("seed", int, None, "of the random draws; default: fresh"),
+    MAX_NEW_TOKENS,
+    LEARNT_FILE,
+)
 
 
 def add(commands: Any) -> None:
@@ -17,15 +28,7 @@ def add(commands: Any) -> None:
         **LOOKS,
     )
     command.set_defaults(run=run)
-    command.add_argument(
-        "--model", default="tiny-reasoner", help="a shipped model, a checkpoint folder, a GGUF file, or a hub name"
-    )
-    command.add_argument("--file", type=Path, help="prompts, as of generate; default: unseen chains")
-    command.add_argument("--problems", type=int, default=100, help="how many unseen chains; default: 100")
-    command.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    command.add_argument("--seed", type=int, help="of the random draws; default: fresh")
-    command.add_argument("--max-new-tokens", type=int, help="default: what the model's positions leave, up to 32768")
-    command.add_argument("--out", type=Path, required=True, help="the safetensors file to write")
+    add_options(command, OPTIONS)
 
 
 def run(options: argparse.Namespace) -> int:

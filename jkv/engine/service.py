@@ -255,9 +255,7 @@ class Service:
             rule = "extend continues a request of its own service; got a ticket of another one. Call that one's extend."
             raise refused(rule, ticket="conflict")
         if ticket.is_closed:
-            raise refused(
-                "extend continues a kept request; this one is closed. Submit it again.", ticket="conflict"
-            )
+            raise refused("extend continues a kept request; this one is closed. Submit it again.", ticket="conflict")
         if ticket.done() and (error := ticket.exception()) is not None:
             rule = f"extend continues a finished request; this one failed: {described(error)}. Submit it again."
             raise refused(rule, ticket="conflict")

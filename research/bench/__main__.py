@@ -11,9 +11,10 @@ from typing import Any
 
 from jkv.checks import install, shown, words
 from jkv.cli import bench
-from jkv.cli.bench import Measure, add_bench, add_model, add_rounds, whole
+from jkv.cli.bench import MODEL, Benchmark, add_bench, rounds, whole
+from jkv.cli.errors import run_safely
 from jkv.cli.inputs import LOOKS
-from jkv.cli_errors import run_safely
+from jkv.cli.options import Option
 from jkv.limits import check_numbers
 
 PROGRAM = "python -m research.bench"
@@ -25,34 +26,8 @@ def make_parser() -> argparse.ArgumentParser:
     """All benchmarks and their options."""
     parser = argparse.ArgumentParser(PROGRAM, description=__doc__, **LOOKS)
     benches = parser.add_subparsers(metavar="benchmark", required=True)
-    papers, peers, cost, rollouts, eviction = parsers = [
-        add_bench(benches, name, *about, f"research.bench.{name}", PROGRAM) for name, about in BENCHES.items()
-    ]
-    for one in parsers:
-        add_rounds(one)
-    for one in (cost, eviction):
-        add_model(one)
-    papers.add_argument("--scale", type=float, help="divides the papers' lengths and budgets; default: 32")
-    peers.add_argument("--contenders", type=words, help="comma-separated; default: jkv,transformers,kvpress")
-    peers.add_argument("--models", type=words, help="comma-separated: tiny-reasoner (the default), folders, GGUF files")
-    for size, text in (
-        ("batches", "of full caches; default: 1,8,32"),
-        ("budget-batches", "of the budget, for other models the least alone; default: 16,1"),
-    ):
-        peers.add_argument(f"--{size}", type=whole, help=text)
-    peers.add_argument("--problems", type=int, help="whose answers are graded; default: 32")
-    cost.add_argument("--lengths", type=whole, help="of full caches; default: 128,512,1536")
-    cost.add_argument("--budgets", type=whole, help="of R-KV; default: 64,128,256")
-    cost.add_argument("--batches", type=whole, help="default: 1,8,32")
-    for size, text in (
-        ("prompts", "default: 16"),
-        ("samples", "of each; default: 8"),
-        ("limit", "longest completion; default: 512"),
-    ):
-        rollouts.add_argument(f"--{size}", type=int, help=text)
-    rollouts.add_argument("--models", type=words, help="narrow, wide; default: both")
-    for size, text in (("batch", "rows; default: 8"), ("budget", "of R-KV; default: 1024"), ("interval", "default: 128")):
-        eviction.add_argument(f"--{size}", type=int, help=text)
+    for name, one in BENCHES.items():
+        add_bench(benches, name, one, f"research.bench.{name}", PROGRAM)
     add_tables(benches)
     return parser
 
@@ -69,85 +44,115 @@ def add_tables(benches: Any) -> None:
     parser.add_argument("--check", action="store_true", help="write nothing; status 1 where something would change")
 
 
-def measure_papers(given: dict[str, Any], quick: bool, report: Any) -> dict[str, Any]:
+def measure_papers(chosen: dict[str, Any], report: Any) -> dict[str, Any]:
     """The papers' tables."""
     from research.bench import papers
 
-    usual = {"scale": 128.0 if quick else 32.0, "rounds": 1 if quick else 2} | given
-    return papers.measure(**usual, quick=quick, report=report)
+    return papers.measure(**chosen, report=report)
 
 
-def measure_peers(given: dict[str, Any], quick: bool, report: Any) -> dict[str, Any]:
+def measure_peers(chosen: dict[str, Any], report: Any) -> dict[str, Any]:
     """Other libraries."""
     from research.bench import peers
 
-    usual: dict[str, Any] = {"contenders": list(peers.NEEDED), "problems": 32, "rounds": 3}
-    usual |= {"models": [peers.TASK], "batches": [1, 8, 32], "budget_batches": [16, 1], "new_tokens": 256}
-    usual |= {"settings": {"budget": 128, "interval": 16, "window": 8}}
-    if quick:
-        usual |= {"problems": 2, "rounds": 1, "batches": [2], "budget_batches": [2], "new_tokens": 48}
-        usual |= {"settings": {"budget": 24, "interval": 16, "window": 8}}
-    usual |= given
-    return peers.measure(usual.pop("contenders"), **usual, report=report)
+    return peers.measure(chosen.pop("contenders"), **chosen, report=report)
 
 
-def measure_cost(given: dict[str, Any], quick: bool, report: Any) -> dict[str, Any]:
+def measure_cost(chosen: dict[str, Any], report: Any) -> dict[str, Any]:
     """Parts of a step."""
     from jkv.bench import fixtures
     from research.bench import cost
 
-    usual: dict[str, Any] = {"model": "tiny-reasoner", "lengths": [128, 512, 1536], "batches": [1, 8, 32]}
-    usual |= {"budgets": [64, 128, 256], "rounds": 5}
-    if quick:
-        usual |= {"lengths": [96], "batches": [2], "budgets": [32], "rounds": 1}
-    usual |= given
-    lengths, batches, budgets = (usual[name] for name in ("lengths", "batches", "budgets"))
+    lengths, batches, budgets = (chosen[name] for name in ("lengths", "batches", "budgets"))
     middle = (lengths[len(lengths) // 2], batches[len(batches) // 2])
-    chosen = cost.points(lengths, batches, budgets, *middle)
-    return cost.measure(fixtures.model_of(usual["model"]), chosen, usual["rounds"], report)
+    points = cost.points(lengths, batches, budgets, *middle)
+    return cost.measure(fixtures.model_of(chosen["model"]), points, chosen["rounds"], report)
 
 
-def measure_rollouts(given: dict[str, Any], quick: bool, report: Any) -> dict[str, Any]:
+def measure_rollouts(chosen: dict[str, Any], report: Any) -> dict[str, Any]:
     """Tunix's own sampler."""
     from research.bench import rollouts
 
-    usual: dict[str, Any] = {
-        "models": list(rollouts.SHAPES),
-        "prompts": 16,
-        "samples": 8,
-        "width": 48,
-        "mean": 96,
-        "limit": 512,
-    }
-    usual |= {"budget": 96, "interval": 32, "rows": [16, 32, 64], "problems": 8, "rounds": 3}
-    if quick:
-        usual |= {"models": ["narrow"], "prompts": 3, "samples": 2, "width": 12, "mean": 8, "limit": 40}
-        usual |= {"budget": 16, "interval": 16, "rows": [2], "problems": 0, "rounds": 1}
-    usual |= given
-    if unknown := sorted(set(usual["models"]) - set(rollouts.SHAPES)):
+    names = chosen.pop("models") or list(rollouts.SHAPES)
+    if unknown := sorted(set(names) - set(rollouts.SHAPES)):
         raise ValueError(f"--models are {', '.join(rollouts.SHAPES)}; got {', '.join(unknown)}.")
-    return rollouts.measure({name: rollouts.SHAPES[name] for name in usual.pop("models")}, **usual, report=report)
+    return rollouts.measure({name: rollouts.SHAPES[name] for name in names}, **chosen, report=report)
 
 
-def measure_eviction(given: dict[str, Any], quick: bool, report: Any) -> dict[str, Any]:
+def measure_eviction(chosen: dict[str, Any], report: Any) -> dict[str, Any]:
     """Compaction and steps that evict."""
     from jkv.bench import fixtures
     from research.bench import eviction
 
-    usual: dict[str, Any] = {"model": "tiny-reasoner", "batch": 8, "budget": 1024, "interval": 128, "rounds": 5}
-    usual |= ({"batch": 2, "budget": 48, "interval": 16, "rounds": 1} if quick else {}) | given
-    return eviction.measure(fixtures.model_of(usual.pop("model")), **usual, report=report)
+    return eviction.measure(fixtures.model_of(chosen.pop("model")), **chosen, report=report)
 
 
-BENCHES: dict[str, tuple[str, Measure]] = {
-    "papers": ("the papers' own throughput tables, at shapes scaled to this machine", measure_papers),
-    "peers": (
+BENCHES = {
+    "papers": Benchmark(
+        "the papers' own throughput tables, at shapes scaled to this machine",
+        measure_papers,
+        (rounds(2), Option("scale", float, 32.0, "divides the papers' lengths and budgets")),
+        {"rounds": 1, "scale": 128.0, "quick": True},
+    ),
+    "peers": Benchmark(
         f"speed, memory and accuracy compared with transformers and kvpress ({install('peers')})",
         measure_peers,
+        (
+            rounds(3),
+            Option("contenders", list, ["jkv", "transformers", "kvpress"], "comma-separated", words),
+            Option("models", list, ["tiny-reasoner"], "comma-separated: tiny-reasoner, folders, GGUF files", words),
+            Option("batches", list, [1, 8, 32], "of full caches", whole),
+            Option("budget_batches", list, [16, 1], "of the budget, for other models the least alone", whole),
+            Option("problems", int, 32, "whose answers are graded"),
+            Option("new_tokens", int, 256),
+            Option("settings", dict, {"budget": 128, "interval": 16, "window": 8}),
+        ),
+        {"problems": 2, "rounds": 1, "batches": [2], "budget_batches": [2], "new_tokens": 48}
+        | {"settings": {"budget": 24, "interval": 16, "window": 8}},
     ),
-    "cost": ("where a decode step's time goes, by length, batch and budget", measure_cost),
-    "rollouts": (f"rollouts a second compared with tunix's own sampler ({install('tunix')})", measure_rollouts),
-    "eviction": ("what scoring and compaction cost, compared with their own arithmetic, on a wide model", measure_eviction),
+    "cost": Benchmark(
+        "where a decode step's time goes, by length, batch and budget",
+        measure_cost,
+        (
+            rounds(5),
+            MODEL,
+            Option("lengths", list, [128, 512, 1536], "of full caches", whole),
+            Option("budgets", list, [64, 128, 256], "of R-KV", whole),
+            Option("batches", list, [1, 8, 32], "rows, comma-separated", whole),
+        ),
+        {"lengths": [96], "batches": [2], "budgets": [32], "rounds": 1},
+    ),
+    "rollouts": Benchmark(
+        f"rollouts a second compared with tunix's own sampler ({install('tunix')})",
+        measure_rollouts,
+        (
+            rounds(3),
+            Option("prompts", int, 16, "of a step"),
+            Option("samples", int, 8, "of each"),
+            Option("limit", int, 512, "longest completion"),
+            Option("models", list, None, "narrow, wide; default: both", words),
+            Option("width", int, 48),
+            Option("mean", int, 96),
+            Option("budget", int, 96),
+            Option("interval", int, 32),
+            Option("rows", list, [16, 32, 64]),
+            Option("problems", int, 8),
+        ),
+        {"models": ["narrow"], "prompts": 3, "samples": 2, "width": 12, "mean": 8, "limit": 40}
+        | {"budget": 16, "interval": 16, "rows": [2], "problems": 0, "rounds": 1},
+    ),
+    "eviction": Benchmark(
+        "what scoring and compaction cost, compared with their own arithmetic, on a wide model",
+        measure_eviction,
+        (
+            rounds(5),
+            MODEL,
+            Option("batch", int, 8, "rows"),
+            Option("budget", int, 1024, "of R-KV"),
+            Option("interval", int, 128, "tokens between two evictions"),
+        ),
+        {"batch": 2, "budget": 48, "interval": 16, "rounds": 1},
+    ),
 }
 TABLES = {name: f"jkv.bench.{name}" for name in bench.BENCHES} | {name: f"research.bench.{name}" for name in BENCHES}
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from jkv import reports as record
 from jkv import viz
-from jkv.cli_errors import run_safely
+from jkv.cli.errors import run_safely
 from jkv.limits import parse
 from research.grpo.course import CACHES, Course, read_course
 from research.grpo.learner import learn

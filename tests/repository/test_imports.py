@@ -18,7 +18,7 @@ RANKS = [  # from the ground up: a module may import those of lower ranks, and i
     {"jkv.eviction", "jkv.replay"},
     {"jkv.policies"},
     {"jkv.engine"},
-    {"jkv.progress", "jkv.cli_errors"},
+    {"jkv.progress"},
     {"jkv.replicas"},
     {"jkv.generate"},
     {"jkv.rollout", "jkv.planning", "jkv.analysis", "jkv.rl"},

@@ -125,7 +125,7 @@ def test_a_batch_of_padding_alone_has_no_loss_and_no_gradient(model, batches):
     ("options", "words"),
     [
         ({"clip": (1.2, 0.2)}, r"clip must be.*got \(1.2, 0.2\)"),
-        ({"mean": "rows"}, "over tokens or sequences; got 'rows'"),
+        ({"mean": "rows"}, "must be one of tokens, sequences; got 'rows'"),
         ({"beta": 0.1}, "no reference. Score it with"),
         ({"correction": "pop"}, "mode must be of"),
         ({"denominator": 0.0}, "denominator must be positive.*got 0"),
