@@ -19,12 +19,7 @@ OPTIONS = (
     *ENGINE,
     Option("n", int, 1, "samples of each prompt"),
     Option(
-        "stop_strings",
-        list,
-        [],
-        "a text that ends a completion; may be repeated",
-        str,
-        {"action": "append", "metavar": "TEXT"},
+        "stop_strings", list, [], "a text that ends a completion; may be repeated", str, {"action": "append", "metavar": "TEXT"}
     ),
     dataclasses.replace(MAX_RUNNING, default=None, help="rows decoded together; default: up to 32"),
     Option("html", str, None, "write a picture of what the cache kept over time here", Path, {"metavar": "FILE"}),

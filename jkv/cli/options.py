@@ -152,10 +152,7 @@ MESH = dataclasses.replace(
     help="splits the model and its cache over N devices; data=M,tensor=N runs M replicas, each on N; default: one device",
 )
 KERNELS = Option(
-    "kernels",
-    str,
-    None,
-    '"reference" computes everything by plain XLA; see docs/devices.md; default: the best for the device',
+    "kernels", str, None, '"reference" computes everything by plain XLA; see docs/devices.md; default: the best for the device'
 )
 PARSE_SPECIAL = Option(
     "parse_special",
