@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from jkv.checks import words
+from jkv.checks import need_tokenizer, words
 from jkv.cli.inputs import LOOKS, can_draw, make_folder
 from jkv.cli.options import MAX_RUNNING, MODEL, PAGE_SIZE, SETTINGS, Option, defaults_of, read_options
+from jkv.errors import refused
 
 OPTIONS = (
     dataclasses.replace(
@@ -60,7 +61,8 @@ def run(options: argparse.Namespace) -> int:
     given = [name for name in ("config", *defaults_of(OPTIONS)) if name != "model" and getattr(options, name, None) is not None]
     if options.files and given:
         option = f"--{given[0].replace('_', '-')}"
-        raise ValueError(f"{option} is for traces that are made now; got files of traces too. Leave one out.")
+        rule = f"{option} is for traces that are made now; got files of traces too. Leave one out."
+        raise refused(rule, **{given[0]: "conflict"})
     from jkv.analysis.analysis import analyze
     from jkv.analysis.redundancy import check_encoder
     from jkv.reports import cell
@@ -93,7 +95,8 @@ def files_of(path: Path) -> list[Path]:
     """A file, or all files of traces in a folder."""
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     if not files:
-        raise ValueError(f"A folder of traces must hold files that end in .jsonl; {path} has none. Name another.")
+        rule = f"A folder of traces must hold files that end in .jsonl; {path} has none. Name another."
+        raise refused(rule, files="not_found")
     return files
 
 
@@ -106,13 +109,14 @@ def read_traces(files: Sequence[Path]) -> Traces:
     for file in files:
         records = read_json_lines(file, ("text",))
         if not records:
-            raise ValueError(f"{file} must hold at least one trace, a JSON object a line; it is empty.")
+            raise refused(f"{file} must hold at least one trace, a JSON object a line; it is empty.", files="missing")
         for number, record in enumerate(records, 1):
             text, right, name = record["text"], record.get("right"), record.get("policy") or file.stem
             if not isinstance(text, str) or not isinstance(right, bool | None) or not isinstance(name, str):
-                raise ValueError(
+                raise refused(
                     f'"text" and "policy" are strings and "right" is true or false; trace {number} of {file} has {text!r:.40}, '
-                    f"{name!r:.40} and {right!r:.40}."
+                    f"{name!r:.40} and {right!r:.40}.",
+                    files="wrong_type",
                 )
             if right is None and record.get("answer") is not None:
                 right = read_answer(text) == str(record["answer"])
@@ -128,9 +132,8 @@ def read_tokenizer(name: str | None) -> Any:
 
     tokenizer = None if name is None else checkpoint.load_tokenizer(name)
     if name is not None and tokenizer is None:
-        raise ValueError(
-            f"--model must have a tokenizer, whose tokens are counted; {name} has none. Leave it out to count words."
-        )
+        rule = f"--model must have a tokenizer, whose tokens are counted; {name} has none. Leave it out to count words."
+        raise refused(rule, model="unsupported")
     return tokenizer
 
 
@@ -143,9 +146,9 @@ def make_traces(chosen: dict[str, Any]) -> tuple[Traces, Any]:
     from jkv.evaluation.variants import build, takes_budget
 
     if shares := [budget for budget in chosen["budgets"] if parse_budget(budget).slots is None]:
-        raise ValueError(f"analyze takes budgets in slots, such as 192; got {', '.join(map(str, shares))}.")
+        raise refused(f"analyze takes budgets in slots, such as 192; got {', '.join(map(str, shares))}.", budgets="wrong_type")
     if not chosen["policies"]:
-        raise ValueError("--policies takes at least one policy, such as full,r_kv; got none.")
+        raise refused("--policies takes at least one policy, such as full,r_kv; got none.", policies="missing")
     policies = {}
     for name in chosen["policies"]:
         is_open = takes_budget(name, chosen["settings"])
@@ -155,8 +158,7 @@ def make_traces(chosen: dict[str, Any]) -> tuple[Traces, Any]:
     check_counts(problems=chosen["problems"])
     model = checkpoint.load(str(chosen["model"]))
     problems = held_out(chosen["problems"])
-    if model.tokenizer is None:
-        raise ValueError(f"Traces are analyzed as text, and {chosen['model']} has no tokenizer. Take a model that has one.")
+    need_tokenizer(model.tokenizer, "Traces are analyzed as text")
     options = {name: chosen[name] for name in ("max_new_tokens", "max_running", "page_size")}
     traces: Traces = {}
     for label, policy in policies.items():

@@ -9,6 +9,7 @@ from jkv.checks import described
 from jkv.cli import remote_chat
 from jkv.cli.inputs import LOOKS, load_model, read_line, sampling_of
 from jkv.cli.options import ENGINE, MODEL, ONE_MESH, PARSE_SPECIAL, POLICY, Option, add_options, read_settings
+from jkv.errors import refused
 
 BOUNDED_CONTEXT, OPEN_CONTEXT = 8_192, 32_768  # slots
 
@@ -65,9 +66,10 @@ def run(options: argparse.Namespace) -> int:
     name = options.model or MODEL.default
     model = load_model(name, options.weight_dtype, options.mesh, replicas=False)
     if not has_chat_template(model.tokenizer):
-        raise ValueError(
+        raise refused(
             f"chat needs a model with a chat template; {name} has none. Name "
-            "one, such as --model smollm2-135m (`jkv models` lists them), or use jkv generate."
+            "one, such as --model smollm2-135m (`jkv models` lists them), or use jkv generate.",
+            model="unsupported",
         )
     context = options.context or (BOUNDED_CONTEXT if policy.is_bounded else OPEN_CONTEXT)
     engine = Engine(

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jkv.checks import words
+from jkv.checks import check_counts, words
 from jkv.cli.inputs import LOOKS, can_draw, load_model, make_folder
 from jkv.cli.options import (
     CONTRASTS,
@@ -29,6 +29,7 @@ from jkv.cli.options import (
     read_options,
     read_settings,
 )
+from jkv.errors import refused
 from jkv.policies import POLICIES, needs_no_file
 
 PROBLEMS = (
@@ -199,7 +200,8 @@ def with_protection(
       ValueError: a protection of something else, or one that no policy of the comparison has.
     """
     if wrong := [field for field, value in protection.items() if field not in PROTECTED or type(value) is not int]:
-        raise ValueError(f"protection has {' and '.join(PROTECTED)}, in slots; got {wrong[0]} = {protection[wrong[0]]!r}.")
+        rule = f"protection has {' and '.join(PROTECTED)}, in slots; got {wrong[0]} = {protection[wrong[0]]!r}."
+        raise refused(rule, protection="wrong_type")
     recipes = [settings.get(name, {}).get("policy", name) for name in policies]
     return settings | {name: own | settings.get(name, {}) for name, own in with_settings({}, recipes, protection).items()}
 
@@ -247,7 +249,8 @@ def with_settings(settings: dict[str, dict[str, Any]], policies: list[str], give
         fields[name] = {*inspect.signature(recipe).parameters, "published"} if recipe else set()
     for field in given:
         if not any(field in known for known in fields.values()):
-            raise ValueError(f"No policy of this comparison has the setting {field}; got {', '.join(policies)}. Leave it out.")
+            rule = f"No policy of this comparison has the setting {field}; got {', '.join(policies)}. Leave it out."
+            raise refused(rule, **{field: "unknown_name"})
     own = {name: {field: value for field, value in given.items() if field in known} for name, known in fields.items()}
     return settings | {name: settings.get(name, {}) | set_ for name, set_ in own.items() if set_}
 
@@ -263,12 +266,12 @@ def read_questions(chosen: dict[str, Any]) -> list[tuple[str, str]]:
 
     count, source = chosen["problems"], chosen["dataset"] or chosen["file"]
     if chosen["dataset"] and chosen["file"]:
-        raise ValueError(f"file and dataset are the same setting; got both, {chosen['file']} and {chosen['dataset']}.")
-    if count is not None and count < 1:
-        raise ValueError(f"problems must be at least 1; got {count}.")
+        rule = f"file and dataset are the same setting; got both, {chosen['file']} and {chosen['dataset']}."
+        raise refused(rule, dataset="conflict")
+    check_counts(problems=count)
     named = [name for name in ("preset", "split", "subset", "question", "answer") if chosen[name] is not None]
     if source is None and named:
-        raise ValueError(f"{named[0]} selects from a data set; got none. Give --dataset.")
+        raise refused(f"{named[0]} selects from a data set; got none. Give --dataset.", **{named[0]: "conflict"})
     preset = preset_of(chosen["preset"], chosen["question"], chosen["answer"])
     if source is None:
         questions = [(problem.prompt, problem.answer) for problem in held_out(count or CHAINS)]
@@ -290,9 +293,10 @@ def settle_chat(chosen: dict[str, Any], tokenizer: Any) -> None:
     from jkv.checkpoints.chat_template import has_chat_template
 
     if chosen["chat_template"] is None and (chosen["dataset"] or chosen["file"]) and has_chat_template(tokenizer):
-        raise ValueError(
+        raise refused(
             "chat_template must be set where the model has one; it was not. Add --chat-template or --no-chat-template, or "
-            "chat_template = true or false to the file."
+            "chat_template = true or false to the file.",
+            chat_template="missing",
         )
     chosen["chat_template"] = bool(chosen["chat_template"])
 
@@ -307,12 +311,13 @@ def start_or_resume(options: argparse.Namespace, name: str, about: dict[str, Any
 
     if not options.out:
         if options.resume:
-            raise ValueError("--resume goes on with what is in --out; got none. Name the folder.")
+            raise refused("--resume goes on with what is in --out; got none. Name the folder.", resume="conflict")
         return []
     generations = options.out / f"{name}-generations"
     if options.resume:
         return bench.read(options.out / f"{name}.json", about, UNSAID)
     if any(generations.glob("*.jsonl")):
-        raise ValueError(f"{generations} holds completions. Go on with --resume, give another --out, or remove the folder.")
+        rule = f"{generations} holds completions. Go on with --resume, give another --out, or remove the folder."
+        raise refused(rule, out="conflict")
     bench.write_figures([], options.out, name, about)
     return []

@@ -11,6 +11,7 @@ from jkv.checks import counted
 from jkv.cli.errors import discard_output
 from jkv.cli.inputs import LOOKS, check_target, load_model, read_prompts, sampling_of
 from jkv.cli.options import ENGINE, MAX_RUNNING, PARSE_SPECIAL, Option, add_options, read_settings
+from jkv.errors import refused
 
 OPTIONS = (
     Option("file", str, None, 'prompts: one a line; or in a .jsonl file objects with a "prompt" (text or token ids)', Path),
@@ -43,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     if options.html:
         check_target(options.html, "--html")
         if options.out and Path(options.out).absolute() == options.html.absolute():
-            raise ValueError(f"--html and --out must be two files; got {options.html} for both.")
+            raise refused(f"--html and --out must be two files; got {options.html} for both.", html="conflict")
     from jkv import viz
     from jkv.engine.results import FAILED
     from jkv.generate import generate

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jkv.checks import did_you_mean, install, shown
+from jkv.checks import did_you_mean, install, need_tokenizer, shown
+from jkv.errors import refused
 
 EXAMPLES = """\
 examples:
@@ -118,25 +119,26 @@ def expand_flags(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> l
 def read_prompts(prompt: str | None, file: Path | None) -> list[Any]:
     """The prompts of the command line or of a file."""
     if (prompt is None) == (file is None):
-        raise ValueError("generate takes one prompt or --file FILE; got " + ("neither." if prompt is None else "both."))
+        rule = "generate takes one prompt or --file FILE; got " + ("neither." if prompt is None else "both.")
+        raise refused(rule, prompt="conflict")
     if file is None:
         return [prompt]
     from jkv.reports import read_json_lines
     from jkv.text_files import read_text
 
     if file.suffix == ".json":
-        raise ValueError(
-            f"Prompts are one a line, or JSON lines in a file that ends in .jsonl; got {file}. Rename or convert it."
-        )
+        rule = f"Prompts are one a line, or JSON lines in a file that ends in .jsonl; got {file}. Rename or convert it."
+        raise refused(rule, file="wrong_type")
     lines = [line for line in read_text(file).splitlines() if line.strip()]
     if not lines:
-        raise ValueError(f"{file} must hold at least one prompt, one a line; it is empty.")
+        raise refused(f"{file} must hold at least one prompt, one a line; it is empty.", file="missing")
     if file.suffix != ".jsonl":
         return lines
     prompts = [record["prompt"] for record in read_json_lines(file, ("prompt",))]
     for i, one in enumerate(prompts):
         if not isinstance(one, str | list):
-            raise ValueError(f"A prompt is a string or a list of token ids; prompt {i} of {file} is {shown(one)}.")
+            rule = f"A prompt is a string or a list of token ids; prompt {i} of {file} is {shown(one)}."
+            raise refused(rule, file="wrong_type")
     return prompts
 
 
@@ -149,19 +151,16 @@ def passages(model: Any, text: Path | None, count: int, length: int, prompt: int
     """
     from jkv.text_files import read_text
 
-    if model.tokenizer is None:
-        raise ValueError(f"Text needs a model with a tokenizer; {model.name} has none. Take another model.")
+    need_tokenizer(model.tokenizer, "Text is read as tokens")
     if text is None:
         return own_traces(model, count)
     if prompt >= length:
-        raise ValueError(
-            f"--prompt is the beginning of a passage and must be shorter than --length; got {prompt} and {length}."
-        )
+        rule = f"--prompt is the beginning of a passage and must be shorter than --length; got {prompt} and {length}."
+        raise refused(rule, prompt="out_of_range")
     tokens = model.tokenizer.encode(read_text(text), add_special_tokens=False)
     if len(tokens) < count * length:
-        raise ValueError(
-            f"{text} must hold {count} passages of {length} tokens; it has {len(tokens):,}. Lower --passages or --length."
-        )
+        rule = f"{text} must hold {count} passages of {length} tokens; it has {len(tokens):,}. Lower --passages or --length."
+        raise refused(rule, text="does_not_fit")
     starts = [i * (len(tokens) - length) // max(count - 1, 1) for i in range(count)]
     return [(tokens[i : i + prompt], tokens[i + prompt : i + length]) for i in starts]
 
@@ -183,14 +182,15 @@ def check_target(path: Path, option: str = "--out") -> None:
     """Refuses to start what could not be written at its end."""
     folder = path.absolute().parent
     if path.is_dir() or not folder.is_dir():
-        raise ValueError(f"{option} must be a file in a folder that exists; got {path}.")
+        raise refused(f"{option} must be a file in a folder that exists; got {path}.", **{option[2:]: "not_found"})
     if not os.access(path if path.exists() else folder, os.W_OK):
-        raise ValueError(f"{option} must be a file that may be written; {path} may not. Give another.")
+        raise refused(f"{option} must be a file that may be written; {path} may not. Give another.", **{option[2:]: "conflict"})
     if path.exists() and stat.S_ISFIFO(path.stat().st_mode):  # to open one that nobody reads takes for ever
         try:
             os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
         except OSError:
-            raise ValueError(f"{option} must be a file, or a pipe that is read; nothing reads {path}. Give another.") from None
+            rule = f"{option} must be a file, or a pipe that is read; nothing reads {path}. Give another."
+            raise refused(rule, **{option[2:]: "conflict"}) from None
 
 
 def make_folder(path: Path) -> None:
@@ -202,9 +202,10 @@ def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--out must be a folder that can be made; got {path}: {error.strerror}. Give another.") from None
+        rule = f"--out must be a folder that can be made; got {path}: {error.strerror}. Give another."
+        raise refused(rule, out="conflict") from None
     if not os.access(path, os.W_OK | os.X_OK):
-        raise ValueError(f"--out must be a folder that may be written; {path} may not. Give another.")
+        raise refused(f"--out must be a folder that may be written; {path} may not. Give another.", out="conflict")
 
 
 def can_draw() -> bool:

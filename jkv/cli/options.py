@@ -231,9 +231,8 @@ def read_config(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
     own, chain = read_toml(path), (*chain, path.resolve())
     settings = own.setdefault("settings", {})
     if not isinstance(settings, dict) or not all(isinstance(table, dict) for table in settings.values()):
-        raise refused(
-            f"{path}: settings are tables, one a policy, as [settings.r_kv]; got {settings!r}.", settings="wrong_type"
-        )
+        message = f"{path}: settings are tables, one a policy, as [settings.r_kv]; got {settings!r}."
+        raise refused(message, settings="wrong_type")
     for name, table in settings.items():
         if not isinstance(table.get("policy", ""), str):
             raise refused(f"{path}: the policy of [settings.{name}] is a name; got {table['policy']!r}.", policy="wrong_type")

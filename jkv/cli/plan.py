@@ -18,6 +18,7 @@ from jkv.cli.options import (
     read_settings,
     sampling_options,
 )
+from jkv.errors import refused
 
 GIGA, TERA = 1e9, 1e12
 OPTIONS = (
@@ -80,14 +81,14 @@ def run(options: argparse.Namespace) -> int:
         print("  cpu        this machine's memory; --bandwidth and --rate set its speed")
         return 0
     if options.model is None or options.device is None:
-        raise ValueError("plan takes a model and --device; `jkv plan --list` lists those that have names.")
+        raise refused("plan takes a model and --device; `jkv plan --list` lists those that have names.", device="missing")
     if options.out:
         check_target(options.out)
     device = find_device(options.device)
     given = {"memory": (options.memory, GIGA), "bandwidth": (options.bandwidth, GIGA), "rate": (options.rate, TERA)}
     own = {field: value * unit for field, (value, unit) in given.items() if value is not None}
     if odd := next((field for field, value in own.items() if not 0 < value < math.inf), None):
-        raise ValueError(f"--{odd} must be above 0 and finite; got {given[odd][0]}.")
+        raise refused(f"--{odd} must be above 0 and finite; got {given[odd][0]}.", **{odd: "out_of_range"})
     if "memory" in own:
         own["memory"] = int(own["memory"])
     if "rate" in own:

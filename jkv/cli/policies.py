@@ -8,6 +8,7 @@ from typing import Any
 from jkv.checks import did_you_mean, shown
 from jkv.cli.inputs import LOOKS
 from jkv.cli.options import ENGINE
+from jkv.errors import refused
 
 
 def add(commands: Any) -> None:
@@ -36,9 +37,8 @@ def run(options: argparse.Namespace) -> int:
 
     if options.name is not None:
         if options.name not in POLICIES:
-            raise ValueError(
-                f"There is no policy {shown(options.name)}.{did_you_mean(options.name, POLICIES)} See `jkv policies`."
-            )
+            rule = f"There is no policy {shown(options.name)}.{did_you_mean(options.name, POLICIES)} See `jkv policies`."
+            raise refused(rule, name="unknown_name")
         print(explain(options.name))
         return 0
     if options.page:

@@ -9,6 +9,7 @@ from jkv.checks import words
 from jkv.cli.evaluate import check_policies, protection_note, with_protection
 from jkv.cli.inputs import LOOKS, make_folder
 from jkv.cli.options import CONTRASTS, MAX_RUNNING, MODEL, PAGE_SIZE, PROTECTION, SEEDS, SETTINGS, Option, read_options
+from jkv.errors import refused
 
 OPTIONS = (
     MODEL,
@@ -66,9 +67,9 @@ def run(options: argparse.Namespace) -> int:
         make_folder(options.out)
         path = options.out / f"{stem}-readings.jsonl"
         if path.exists() and not options.resume:
-            raise ValueError(f"{path} holds readings. Go on with --resume, give another --out, or remove it.")
+            raise refused(f"{path} holds readings. Go on with --resume, give another --out, or remove it.", out="conflict")
     elif options.resume:
-        raise ValueError("--resume goes on with what is in --out; got none. Name the folder.")
+        raise refused("--resume goes on with what is in --out; got none. Name the folder.", resume="conflict")
     model = checkpoint.load(str(chosen["model"]))
 
     def report(one: Reading) -> None:

@@ -9,6 +9,7 @@ from jkv.checks import words
 from jkv.cli.evaluate import check_policies
 from jkv.cli.inputs import LOOKS, make_folder, passages
 from jkv.cli.options import MAX_RUNNING, MODEL, PAGE_SIZE, SETTINGS, Option, read_options
+from jkv.errors import refused
 
 OPTIONS = (
     MODEL,
@@ -57,7 +58,8 @@ def run(options: argparse.Namespace) -> int:
     check_least(0, recent=typed("recent", chosen["recent"], int))
     for name in ("policies", "budgets"):
         if not chosen[name]:
-            raise ValueError(f"{name} must be a list of at least one; got none. Leave it out for the default.")
+            rule = f"{name} must be a list of at least one; got none. Leave it out for the default."
+            raise refused(rule, **{name: "missing"})
     budgets = [parse_mean_budget(budget) for budget in chosen["budgets"]]
     check_policies(chosen)
     if options.out:

@@ -17,6 +17,7 @@ from jkv.cli.generate import for_terminal
 from jkv.cli.inputs import read_line
 from jkv.cli.options import read_settings
 from jkv.cli.serve import KEY
+from jkv.errors import refused
 from jkv.model.sampling import SAMPLING_FIELDS
 
 MOST_LINE = 1 << 20  # characters of a server's line
@@ -36,7 +37,8 @@ def run(options: argparse.Namespace) -> int:
     without a whole answer leaves it.
     """
     if options.parse_special:
-        raise ValueError("--parse-special is for a model that is loaded here; got --url. Give it to `jkv serve` instead.")
+        rule = "--parse-special is for a model that is loaded here; got --url. Give it to `jkv serve` instead."
+        raise refused(rule, parse_special="conflict")
     base, body = address_of(options.url), body_of(options)
     begin = [] if options.system is None else [{"role": "system", "content": options.system}]
     messages = list(begin)
@@ -72,7 +74,8 @@ def address_of(url: str) -> str:
     except ValueError:
         is_fine = False
     if not is_fine:
-        raise ValueError(f"--url must begin with http:// or https://, such as http://127.0.0.1:8000; got {shown(url)}.")
+        rule = f"--url must begin with http:// or https://, such as http://127.0.0.1:8000; got {shown(url)}."
+        raise refused(rule, url="invalid")
     return url.rstrip("/").removesuffix("/v1") + "/v1"
 
 

@@ -26,6 +26,7 @@ from jkv.cli.options import (
     options_of,
     read_settings,
 )
+from jkv.errors import refused
 from jkv.serving.options import ServerOptions
 
 OPEN_CONTEXT = 32_768  # slots
@@ -150,11 +151,13 @@ def run(options: argparse.Namespace) -> int:
 def check_trainer(options: argparse.Namespace, key: str | None) -> None:
     """Refuses a trainer's endpoints where any machine could replace the weights, and their options without them."""
     if options.weights_root is not None and not options.trainer:
-        raise ValueError(f"--weights-root is for --trainer; got {options.weights_root} alone. Add --trainer, or leave it out.")
+        rule = f"--weights-root is for --trainer; got {options.weights_root} alone. Add --trainer, or leave it out."
+        raise refused(rule, weights_root="conflict")
     if options.trainer and key is None and options.host not in LOCAL:
-        raise ValueError(
+        raise refused(
             f"--trainer needs a key, or a host of this machine alone ({', '.join(LOCAL)}), as it lets clients replace the "
-            f"weights; got --host {options.host} without one. Give --api-key."
+            f"weights; got --host {options.host} without one. Give --api-key.",
+            trainer="missing",
         )
 
 

@@ -49,9 +49,8 @@ class Batch(flax.struct.PyTreeNode):
     def dense(self) -> "Batch":
         """The same tokens with the full cache."""
         if self.packing is not None and self.packing.is_replayed:
-            raise refused(
-                "A packed batch has no other columns than those that it replays. Make a dense batch.", pack="conflict"
-            )
+            rule = "A packed batch has no other columns than those that it replays. Make a dense batch."
+            raise refused(rule, pack="conflict")
         return self.replace(columns=None)
 
 
