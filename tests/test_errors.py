@@ -19,6 +19,7 @@ from jkv.evaluation.contrasts import check_contrasts
 from jkv.evaluation.datasets import read_rows
 from jkv.evaluation.graders import grader_of
 from jkv.evaluation.problems import preset_of
+from jkv.eviction.view import check_score
 from jkv.reasoning.steering import load_vector
 from jkv.replicas.options import RayOptions
 from jkv.rl.loss import check_settings
@@ -49,7 +50,7 @@ REFUSED = [  # a call, the argument that it names, and the kind of mistake
     (lambda: jkv.Policy("wide", pyramid=3.0), "pyramid", "out_of_range"),
     (lambda: jkv.Needs(window=-1), "window", "wrong_type"),
     (lambda: jkv.Needs(in_step="all"), "in_step", "unknown_name"),
-    (lambda: jkv.evict_by(max, 64, needs="window"), "score", "wrong_type"),
+    (lambda: check_score(max), "score", "wrong_type"),
     (lambda: jkv.chain(), "policies", "wrong_type"),
     (lambda: jkv.full().select(random_view(np.random.default_rng(0), 8)), "policy", "unsupported"),
     (lambda: jkv.load("nowhere", weight_dtype="int2"), "weight_dtype", "unknown_name"),

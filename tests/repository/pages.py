@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jkv.policies import POLICIES
+from research.bench.__main__ import make_parser
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [
@@ -199,13 +200,13 @@ def settings_of(words: list[str]) -> set[str]:
 
 def unknown_options(module: str, words: list[str]) -> list[str]:
     """The options after `python -m MODULE` that the module's own parser does not have."""
+    if module == "research.bench":
+        return unknown_words(words, make_parser())
     spec = find_module(module) if module.split(".")[0] in OWN else None
     if spec is None:
         return []
     folders = spec.submodule_search_locations
     files = [file for folder in folders for file in Path(folder).glob("*.py")] if folders else [Path(spec.origin)]
-    if module == "research.bench":  # whose options are in part those of `jkv bench`
-        files += [ROOT / "jkv" / "cli" / "bench.py"]
     source = "\n".join(file.read_text() for file in files)
     if "add_argument(" not in source:  # another library's parser
         return []
