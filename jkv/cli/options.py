@@ -99,7 +99,7 @@ def protected(text: str) -> dict[str, Any]:
 
 def number_or_text(text: str) -> int | str:
     """A budget or a size as a user types it; what reads it refuses a text that it does not know."""
-    return int(text) if text.strip().lstrip("+-").isdigit() else text
+    return int(text) if text.strip().lstrip("+-").isdecimal() else text
 
 
 MODEL = Option("model", str, "tiny-reasoner", "a name of `jkv models`, a checkpoint folder, a GGUF file, or a hub name")
@@ -166,15 +166,11 @@ LEARNT_FILE = Option("out", str, None, "the safetensors file to write", Path, {"
 
 def sampling_options(own: str = "", **usual: float) -> list[Option]:
     """How tokens are drawn, where another default goes before the one that the help shows: `own`, or the `usual` number."""
-    return [
-        dataclasses.replace(
-            option,
-            default=None,
-            help=f"{option.help}; default: "
-            f"{'' if option.name in OF_REQUESTS else own}{usual.get(option.name, option.default):g}",
-        )
-        for option in SAMPLING
-    ]
+    changed = []
+    for option in SAMPLING:
+        default = f"{'' if option.name in OF_REQUESTS else own}{usual.get(option.name, option.default):g}"
+        changed.append(dataclasses.replace(option, default=None, help=f"{option.help}; default: {default}"))
+    return changed
 
 
 ENGINE = (  # a model, a policy and how it decodes
