@@ -146,8 +146,8 @@ def measure(
     if min(pools) * requests < (PROMPT + NEW_TOKENS) * REQUESTS:
         least = -(-(PROMPT + NEW_TOKENS) * REQUESTS // min(pools))
         raise refused(
-            f"The tightest pool must hold a request: {min(pools):,} tokens for {REQUESTS} requests of {PROMPT + NEW_TOKENS} are "
-            f"less than one for {requests}. Ask for at least {least} requests.",
+            f"The tightest pool must hold a request: {min(pools):,} tokens for {REQUESTS} requests of {PROMPT + NEW_TOKENS} "
+            f"are less than one for {requests}. Ask for at least {least} requests.",
             pools="does_not_fit",
         )
     prompt, new_tokens = round(PROMPT / scale), round(NEW_TOKENS / scale)
