@@ -195,7 +195,7 @@ def test_a_bad_file_is_refused_by_name(tmp_path, kind, words):
     ("build", "words"),
     [
         (lambda: jkv.calibrate(tiny_model(), []), "at least one token of text; got none"),
-        (lambda: jkv.calibrate(tiny_model(), "HELLO"), "needs a model with a tokenizer; got 'HELLO'"),
+        (lambda: jkv.calibrate(tiny_model(), "HELLO"), "this model has no tokenizer. Pass token ids"),
         (lambda: jkv.calibrate(tiny_model(), [1, 32]), r"must lie in \[0, 32\)"),
         (lambda: jkv.calibrate(tiny_model(), [1], tokens=0), "tokens must be at least 1; got 0"),
         (lambda: jkv.tri_attention(64, 3), "tri_attention's statistics must be QueryStatistics or Path or a text; got 3"),
