@@ -20,9 +20,10 @@ from jkv.engine.results import Result, make_result
 from jkv.engine.samples import Sample
 from jkv.engine.sizing import sized
 from jkv.engine.stats import RunStats
+from jkv.errors import InputError
 from jkv.eviction import Policy
 from jkv.model.params import Model, Params
-from jkv.model.sampling import Sampling
+from jkv.model.sampling import SAMPLING_FIELDS, Sampling
 from jkv.progress import progress_bar
 from jkv.replicas.replicas import Replicas
 from jkv.replicas.threads import at_place, places_of, replica_mesh
@@ -65,6 +66,8 @@ def generate(
       progress: whether to show a bar; None shows it in a terminal or notebook.
       settings: settings of the engine by name, such as `max_running`, `page_size`, `kv_memory`, `mesh` and `return_trace`: see
         `jkv.EngineOptions`. Each call moves weights that are not on its mesh; `jkv.load(..., mesh=...)` reads them there.
+        Without `sampling`, also the fields of `jkv.Sampling`, such as `temperature=0.6, top_p=0.95, seed=0`, which change the
+        model's own sampling.
 
     Ctrl-C, pressed any number of times, ends the call after the turn in progress. The result then has all tokens so far, and
     unfinished samples have the reason "cancelled".
@@ -73,7 +76,8 @@ def generate(
       ValueError: bad input, refused before anything compiles.
       TypeError: an unknown argument; the known ones are listed.
     """
-    model, options = check_model(model_or_params), EngineOptions().changed(settings, inspect.signature(generate).parameters)
+    model, known = check_model(model_or_params), [*inspect.signature(generate).parameters, *SAMPLING_FIELDS]
+    sampling, options = sampling_of(model, sampling, settings), EngineOptions().changed(settings, known)
     request_options = RequestOptions(
         policy=policy,
         sampling=sampling,
@@ -113,23 +117,39 @@ def log_programs(stats: RunStats) -> None:
 
 
 def warn_of_length(samples: Sequence[Sample]) -> None:
-    """Warns where most samples were cut by their limit, unless nothing could have ended them earlier."""
+    """Logs that most samples which something could have ended were cut by a limit, and warns if it was not the caller's."""
     may_stop = [sample for sample in samples if sample.request.may_stop]
     limits = [sample.request.max_new_tokens for sample in may_stop if sample.completion.finish_reason == "length"]
     if 2 * len(limits) > len(may_stop):
         LOGGER.info("%d of %d samples were cut after %d tokens", len(limits), len(samples), max(limits))
-        is_open = any(sample.request.has_open_limit for sample in may_stop)
-        limit, remedy = (
-            (
-                "the default limit (what positions and memory leave, up to 32,768 tokens)",
-                "Give max_new_tokens, or a policy with a budget",
+        if any(sample.request.has_open_limit for sample in may_stop):
+            warnings.warn(  # without figures, so that Python shows it once
+                "More than half of the samples were cut by the default limit (what positions and memory leave, up to 32,768 "
+                "tokens) before the model ended them. Give max_new_tokens, or a policy with a budget.",
+                stacklevel=4,
             )
-            if is_open
-            else ("max_new_tokens", "Raise it for whole answers")
+
+
+def sampling_of(model: Model, sampling: Sampling | None, settings: dict[str, Any]) -> Sampling | None:
+    """The sampling with the fields of `jkv.Sampling` among the settings, which are taken out of them.
+
+    Raises:
+      InputError: both a sampling and fields; or fields that cut draws, and nothing says that tokens are drawn.
+    """
+    given = {name: settings.pop(name) for name in SAMPLING_FIELDS if name in settings}
+    if not given:
+        return sampling
+    names = ", ".join(given)
+    if sampling is not None:
+        rule = (
+            "{sampling} and its fields exclude each other; got both, with {names}. Write sampling=jkv.Sampling(...) with all."
         )
-        warnings.warn(  # without figures, so that Python shows it once
-            f"More than half of the samples were cut by {limit} before the model ended them. {remedy}.", stacklevel=4
-        )
+        raise InputError(rule, field=next(iter(given)), code="conflict", names=names)
+    own = model.sampling or Sampling(temperature=0)
+    if own.temperature == 0 and "temperature" not in given and {"top_p", "top_k", "min_p"} & given.keys():
+        rule = "{names} would cut draws, and this model is decoded greedily unless told otherwise. Give {temperature} too."
+        raise InputError(rule, field=next(iter(given)), code="missing", names=names)
+    return dataclasses.replace(own, **given)
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ NAMES: dict[str, tuple[str, ...]] = {}  # kernel -> its implementations, best fi
 Choices = tuple[tuple[str, str], ...]  # (kernel or "*", implementation)
 
 CAPABILITY = jax.make_user_context(None)
+PLATFORM = jax.make_user_context(None)
 CHOICES = jax.make_user_context(None)
 
 
@@ -35,6 +36,13 @@ CHOICES = jax.make_user_context(None)
 def tracing_for(capability: tuple[int, int] | None) -> Iterator[None]:
     """Programs traced inside are for a GPU of this compute capability, as (major, minor); None changes nothing."""
     with contextlib.nullcontext() if capability is None else CAPABILITY(capability):
+        yield
+
+
+@contextlib.contextmanager
+def compiling_for(platform: str) -> Iterator[None]:
+    """Programs traced inside are lowered for this platform ("cpu", "tpu" or "cuda"), which this process may not have."""
+    with PLATFORM(platform):
         yield
 
 

@@ -5,6 +5,7 @@ some arguments returns the reason, which depends on shapes and dtypes alone, nev
 on all platforms. `pallas_kernels.choice` says for which GPU, and what was chosen by hand.
 """
 
+import functools
 import importlib
 import warnings
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from pallas_kernels.choice import chosen, is_old_gpu, why_no_triton
+from pallas_kernels.choice import PLATFORM, chosen, is_old_gpu, why_no_triton
 from pallas_kernels.quantised import Quantised
 
 PLATFORMS = ("cpu", "tpu", "cuda")
@@ -90,7 +91,7 @@ def refusals(table: Table, platform: str, *args: Any, **settings: Any) -> dict[s
 
 def call(kernel: str, table: Table, implementation: str | None, *args: Any, **settings: Any) -> Any:
     """The result of the named implementation; None takes the one chosen by hand, or the best one for the platform that the
-    program is compiled for.
+    program is compiled for, which is one of `possible_platforms`.
 
     Warns when this process computes on an accelerator and None chooses the reference there, except where the kernel has no
     implementation for an accelerator that others are for: XLA's is meant.
@@ -102,7 +103,7 @@ def call(kernel: str, table: Table, implementation: str | None, *args: Any, **se
     if implementation is None and (implementation := chosen(kernel)) is not None:
         TAKEN.setdefault((kernel, here), set()).add(implementation)
     if implementation is None:
-        names = {platform: best(table, platform, *args, **settings) for platform in PLATFORMS}
+        names = {platform: best(table, platform, *args, **settings) for platform in possible_platforms()}
         for platform, name in names.items():
             TAKEN.setdefault((kernel, platform), set()).add(name)
         is_for_here = here not in PLATFORMS or any(one.platform == here for one in table.values())
@@ -111,6 +112,8 @@ def call(kernel: str, table: Table, implementation: str | None, *args: Any, **se
             found = refusals({name: one for name, one in table.items() if one.platform == here}, here, *args, **settings)
             reasons = "; ".join(f"{name}: {reason}" for name, reason in found.items()) or "it has no other implementation"
             warnings.warn(f"{kernel} is computed by plain XLA on this {here}: {reasons}.", stacklevel=3)
+        if len(names) == 1:
+            return table[next(iter(names.values()))].run(*args, **settings)
         own = {platform: bind(table[name], settings) for platform, name in names.items() if name != "reference"}
         if not own:
             return table["reference"].run(*args, **settings)
@@ -137,6 +140,24 @@ def bind(implementation: Implementation, settings: dict[str, Any]) -> Callable[.
 def own_platform() -> str:
     """The platform that this process computes on by default: one of `PLATFORMS`, or another one ("rocm")."""
     return platform_of(jax.devices()[0])
+
+
+def possible_platforms() -> tuple[str, ...]:
+    """The platforms that a program traced now may be lowered for: that of `choice.compiling_for`, or this process's."""
+    return (PLATFORM.value,) if PLATFORM.value else platforms_here()
+
+
+@functools.cache
+def platforms_here() -> tuple[str, ...]:
+    """The platforms of which this process has devices. Tracing a kernel for others would take as long again, for nothing."""
+
+    def is_here(platform: str) -> bool:
+        try:
+            return bool(jax.devices(platform))
+        except RuntimeError:
+            return False
+
+    return tuple(filter(is_here, PLATFORMS))
 
 
 def platform_of(device: jax.Device) -> str:

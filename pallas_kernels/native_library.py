@@ -104,14 +104,19 @@ def processor() -> str:
 
 
 def cache_folder() -> Path:
-    """The folder of compiled libraries, made where there is none; nobody but its owner may enter it.
+    """The folder of compiled libraries and programs, made where there is none; nobody but its owner may enter it.
+
+    It is `JKV_CACHE` where that is an absolute path, else `jkv` in the user's cache folder.
 
     Raises:
       OSError: a link, another user's folder, one that others may write to, or one that cannot be made.
     """
-    chosen = os.environ.get("XDG_CACHE_HOME", "")
+    own, chosen = os.environ.get("JKV_CACHE", ""), os.environ.get("XDG_CACHE_HOME", "")
+    if own and own.lower() != "off" and not os.path.isabs(own):
+        raise OSError(f"JKV_CACHE must be off or an absolute path; got {own!r}")
     try:
         folder = (Path(chosen) if os.path.isabs(chosen) else Path.home() / ".cache") / "jkv"
+        folder = Path(own) if os.path.isabs(own) else folder
     except RuntimeError as error:  # a user without a home
         raise OSError(str(error)) from None
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -17,9 +17,9 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import mosaic as pltpu
 from pallas_kernels.quantised import LEAST_SCALE, MOST_SCALE, NAN_BITS, Format, nearest
 
 BYTES = 4  # of a word

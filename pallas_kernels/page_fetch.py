@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int
+
+from pallas_kernels import mosaic as pltpu
 
 ROWS = 8  # per grid step
 STARTED = 8  # pages whose copies start without a branch between them

@@ -258,7 +258,7 @@ def test_bad_input_is_refused_before_anything_compiles(model, changes, words):
 
 
 def test_other_types_than_a_model_or_sampling_are_refused():
-    with pytest.raises(ValueError, match=r"what jkv.load returns, or bare Params; got 'tiny-reasoner'. Load it first"):
+    with pytest.raises(ValueError, match=r"what jkv.load returns, or bare Params; got 'tiny-reasoner'. Write model = jkv.load"):
         check_model("tiny-reasoner")
     with pytest.raises(ValueError, match=r"sampling must be a jkv.Sampling, such as .*; got 0.7"):
         check_sampling(0.7)
@@ -312,7 +312,7 @@ def test_a_protected_prompt_longer_than_the_budget_is_refused(model):
         ({"temperature": -1.0}, "temperature must be 0"),
         ({"temperature": float("nan")}, "temperature must be 0"),
         ({"top_p": 0.0}, r"top_p must lie in \(0, 1\]"),
-        ({"top_k": -1}, "top_k must be 0"),
+        ({"top_k": -2}, "top_k must be 0 or -1"),
         ({"min_p": 1.5}, r"min_p must lie in \[0, 1\], 0 keeps all tokens; got 1.5"),
         ({"seed": -1}, "seed must lie in"),
     ],
@@ -321,6 +321,25 @@ def test_a_protected_prompt_longer_than_the_budget_is_refused(model):
 def test_sampling_settings_out_of_range_are_refused(settings, words):
     with pytest.raises(ValueError, match=words):
         jkv.Sampling(**settings)
+
+
+def test_the_fields_of_a_sampling_may_be_given_by_themselves(model):
+    model = dataclasses.replace(model, sampling=jkv.Sampling(temperature=0.5, top_k=5))
+    given = {"max_new_tokens": 4, "progress": False}
+    wanted = jkv.generate(model, PROMPTS[0], sampling=jkv.Sampling(temperature=2.0, top_k=5, seed=1), **given)
+    assert jkv.generate(model, PROMPTS[0], temperature=2.0, seed=1, **given).tokens.tolist() == wanted.tokens.tolist()
+    with pytest.raises(ValueError, match="sampling and its fields exclude each other; got both, with temperature"):
+        jkv.generate(model, PROMPTS[0], sampling=jkv.Sampling(), temperature=1.0)
+
+
+def test_a_cut_of_draws_is_no_choice_of_draws(model):
+    greedy = dataclasses.replace(model, sampling=None)
+    with pytest.raises(ValueError, match=r"top_p would cut draws, and this model is decoded greedily.*Give temperature too"):
+        jkv.generate(greedy, PROMPTS[0], top_p=0.9)
+
+
+def test_no_top_k_has_two_names():
+    assert jkv.Sampling(top_k=-1) == jkv.Sampling(top_k=0)
 
 
 def test_the_pool_that_generate_sizes_holds_the_pages_that_competing_heads_may_round_up_to(model):

@@ -17,7 +17,7 @@ from jkv.analysis.calibration import is_one
 from jkv.analysis.recall import padded, queries_keys_values, received_so_far, sinks_of
 from jkv.checkpoints.tokenizer import encode_whole
 from jkv.checks import check_counts, need_tokenizer, size
-from jkv.engine.memory import free_bytes
+from jkv.engine.memory import HOST_MEMORY, free_bytes
 from jkv.errors import refused
 from jkv.eviction.calibration import identity_of
 from jkv.limits import check_numbers
@@ -133,7 +133,7 @@ def check_memory(config: ModelConfig, sequences: Sequence[np.ndarray]) -> None:
         raise refused(
             f"Texts of {width} tokens, with their keys, values and reads in {heads} layer-heads, take {size(each)} each, twice "
             f"while they are copied, and {size(one_layer)} for one layer's attention: {size(needed)} for {len(sequences)} of "
-            f"them; {size(free)} are free. Pass fewer, or shorter ones.",
+            f"them; {size(free)} are free. Pass fewer, or shorter ones, or set {HOST_MEMORY} to the bytes that it may take.",
             texts="does_not_fit",
         )
 

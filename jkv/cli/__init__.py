@@ -6,7 +6,6 @@ Bad input ends with one line (the rule, the value, what to do) and exit status 2
 import argparse
 import importlib.metadata
 import logging
-import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -33,7 +32,6 @@ from jkv.cli.errors import run_safely
 from jkv.cli.inputs import LOOKS, examples_of, expand_flags
 from jkv.limits import check_numbers
 
-MOST_KEPT = 1 << 30  # bytes of compiled programs
 COMMANDS = (generate, chat, serve, evaluate, analyze, recall, probe, plan, bench, steer, calibrate, foresee, policies, models)
 
 
@@ -73,29 +71,10 @@ def show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 def start(options: argparse.Namespace) -> int:
-    """Runs a command whose programs are kept between calls, if its numbers are within their limits."""
+    """Runs a command, if its numbers are within their limits."""
     check_numbers(vars(options))
-    keep_programs()
     status: int = options.run(options)
     return status
-
-
-def keep_programs() -> None:
-    """Keeps compiled programs in the user's cache folder, unless JAX was told another place, or none."""
-    import jax
-
-    from pallas_kernels.native_library import cache_folder
-
-    config: Any = jax.config
-    if config.jax_compilation_cache_dir is not None or "JAX_ENABLE_COMPILATION_CACHE" in os.environ:
-        return
-    try:
-        folder = cache_folder() / "programs"
-    except OSError:  # another user's, or on a full disk: programs are compiled each time
-        return
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_compilation_cache_max_size", MOST_KEPT)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:

@@ -1,9 +1,12 @@
 """Pages and bytes: what a request needs, what a pool holds, what a device has free. Host arithmetic."""
 
 import bisect
+import contextlib
 import dataclasses
 import functools
 import os
+import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,6 +32,8 @@ AUTO_SHARE = 0.85  # of an accelerator's free memory; the rest is for temporarie
 TABLE_SHARE = 1 / 8  # of the free memory, at most, for page tables
 PLAIN_SHARE = 0.5  # the same without Triton: plain XLA gathers the keys and values of all rows
 STEP_PIECE = 16  # new tokens of a later turn that are prefilled at a time, where a policy evicts in each step
+HOST_MEMORY = "JKV_HOST_MEMORY"
+MEMORY = Path("/proc/meminfo")
 AUTO_HOST_SHARE = 0.5  # of the free memory of a machine whose device is its CPU
 
 
@@ -194,8 +199,25 @@ def free_bytes(device: Any, share: float | None = None) -> int:
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return int((stats["bytes_limit"] - stats["bytes_in_use"]) * (share or (PLAIN_SHARE if is_old_gpu() else AUTO_SHARE)))
-    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"  # macOS reports only the total
-    return int(os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE") * (share or AUTO_HOST_SHARE))
+    return int(free_host_bytes() * (share or AUTO_HOST_SHARE))
+
+
+def free_host_bytes() -> int:
+    """Bytes of host memory that programs may take: `JKV_HOST_MEMORY`, else what Linux calls available, with its file cache.
+
+    Raises:
+      InputError: JKV_HOST_MEMORY is no number of bytes.
+    """
+    if given := os.environ.get(HOST_MEMORY):
+        with contextlib.suppress(ValueError, OverflowError):
+            if (num_bytes := int(float(given))) > 0:
+                return num_bytes
+        rule = "{field} must be a number of bytes, such as 16e9; got {got}. Correct the environment variable."
+        raise InputError(rule, field=HOST_MEMORY, got=shown(given))
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^MemAvailable:\s+(\d+) kB", MEMORY.read_text(), re.MULTILINE):
+            return 1024 * int(found[1])
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # macOS reports only the total
 
 
 def lowered(

@@ -29,7 +29,7 @@ from pallas_kernels.sealed import SEALED, SealedFormat, check_page
 
 LIMITED = "max_running", "max_slots", "page_size", "num_pages", "max_stop_ids", "prefill_tokens"  # counts
 PLACES = {  # settings that are not the engine's: where they are given
-    **{name: f" Write sampling=jkv.Sampling({name}=...)." for name in SAMPLING_FIELDS},
+    **{name: f" Write sampling=jkv.Sampling({name}=...)." for name in SAMPLING_FIELDS},  # `generate` takes them as they are
     "stop": " Write stop_strings=[...].",
     "do_sample": " Write sampling=jkv.Sampling(...); temperature=0 is greedy.",
     **{name: f" Write policy=jkv.r_kv({name}=...), or another of `jkv policies`." for name in ("budget", "interval", "window")},

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import itertools
+import os
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from jkv.limits import MOST_SAMPLES
 from jkv.model.joined import GROUPS, joined_of
 from jkv.model.params import Model, ModelConfig, Params
 from jkv.model.sampling import Sampling, request_id
+from jkv.model.weights import all_finite
 from jkv.policies import POLICIES, full
 from jkv.reasoning.sentences import Sentences
 from pallas_kernels.quantised import Format
@@ -181,7 +183,9 @@ class RequestOptions:
 def check_model(model_or_params: Any) -> Model:
     """A model whose weights are finite; bare `Params` have no tokenizer."""
     if not isinstance(model_or_params, Model | Params):
-        rule = f"The model must be what jkv.load returns, or bare Params; got {shown(model_or_params)}. Load it first."
+        is_name = isinstance(model_or_params, str | os.PathLike)
+        remedy = f"Write model = jkv.load({shown(model_or_params)}), and pass model." if is_name else "Load it first."
+        rule = f"The model must be what jkv.load returns, or bare Params; got {shown(model_or_params)}. {remedy}"
         raise refused(rule, model="wrong_type")
     model = model_or_params if isinstance(model_or_params, Model) else Model(model_or_params)
     check_shape(model.config)
@@ -355,18 +359,12 @@ def new_token_limit(index: int, prompt_length: int, asked: int | None, max_posit
     return min(MOST_NEW_TOKENS, left) if asked is None else asked
 
 
-@jax.jit
-def all_finite(params: Params) -> jax.Array:
-    """Whether no weight is NaN or infinite."""
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)]).all()
-
-
 def check_weights(params: Params) -> None:
     """Refuses weights that hold NaN or infinity, and names the first; and a matrix beside the joined one (`joined_of`)."""
     for layer in params.layers:
         for weights, field in itertools.product((layer, layer.delta), GROUPS):
             joined_of(weights, field)
-    if not bool(all_finite(params)):
+    if not all_finite(params):
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
             if not bool(jnp.isfinite(leaf).all()):
                 name = jax.tree_util.keystr(path)

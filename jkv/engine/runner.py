@@ -45,6 +45,7 @@ from jkv.eviction.policy import cutoff_of
 from jkv.model import weights
 from jkv.model.params import Model, Params
 from jkv.model.sampling import DRAWS
+from jkv.program_cache import keep_programs
 from jkv.reasoning.sentences import map_sentences
 from pallas_kernels.choice import lowest_capability
 from pallas_kernels.dispatch import platform_of
@@ -167,6 +168,7 @@ class Runner:
         self.ahead = self.platform != "cpu" if ahead is None else ahead
         self.draws = DRAWS[0]  # the most general kind so far, until `lower`, because another kind compiles again
         self.parts_on: set[str] = set()  # the names of parts that a request has needed; stay for the same reason
+        keep_programs()
         config, max_pages = model.config, num_pages_of(max_slots, capacity.page_size)
         sizes: dict[str, Any] = {
             "num_rows": self.num_rows,

@@ -1,7 +1,9 @@
 """What stays on the device between programs, and how it begins."""
 
+import functools
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -15,6 +17,8 @@ from jkv.eviction import Needs
 from jkv.model.params import ModelConfig
 from pallas_kernels.quantised import Format
 from pallas_kernels.sealed import SealedFormat
+
+SIZES = "num_rows", "num_pages", "max_pages", "page_size", "dtype", "poison", "kv_format"
 
 
 class State(NamedTuple):
@@ -33,6 +37,7 @@ class Snapshot(NamedTuple):
     beside: RowContent = RowContent()  # what it has outside of the pool
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=SIZES)  # one program in place of one for each array
 def empty_state(
     config: ModelConfig,
     needs: Needs,

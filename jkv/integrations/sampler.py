@@ -340,7 +340,7 @@ def options_of(params: Any, policy: Policy | None) -> RequestOptions:
     sampling = Sampling(
         temperature=1.0 if given["temperature"] is None else given["temperature"],
         top_p=1.0 if given["top_p"] is None else given["top_p"],
-        top_k=max(given["top_k"] or 0, 0),  # -1 is every token, too
+        top_k=given["top_k"] or 0,
         seed=given["seed"],
     )
     return RequestOptions(policy=policy, sampling=sampling, max_new_tokens=given["max_tokens"] or 64)

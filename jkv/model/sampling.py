@@ -68,7 +68,7 @@ class Sampling:
       temperature: divides the logits; 0 is greedy, others lie in [1e-6, 1e30].
       top_p: keeps the smallest set of most likely tokens whose probabilities reach this sum, and ties with the last one; 1
         keeps all.
-      top_k: keeps this many most likely tokens, and ties with the last one; 0 keeps all.
+      top_k: keeps this many most likely tokens, and ties with the last one; 0 and -1 keep all.
       min_p: keeps the tokens whose probability is at least this share of the most likely one's; 0 keeps all.
       seed: the seed of the draws; None takes fresh entropy, which the result reports in `stats.seed` (None for greedy draws).
       repetition_penalty: divides the positive logits of tokens of the prompt or the completion, and multiplies the negative
@@ -97,6 +97,8 @@ class Sampling:
         for field in dataclasses.fields(self):
             value = typed(field.name, getattr(self, field.name), field.type)
             object.__setattr__(self, field.name, value)
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
         if self.temperature != 0 and not LEAST_TEMPERATURE <= self.temperature <= MOST_TEMPERATURE:
             limits = f"0 (greedy) or at least {LEAST_TEMPERATURE}"
             if self.temperature > MOST_TEMPERATURE:
@@ -106,7 +108,7 @@ class Sampling:
             raise out_of_range("top_p", "lie in (0, 1], 1 keeps all tokens", self.top_p)
         check_between(0, 1, ", 0 keeps all tokens", min_p=self.min_p)
         if not 0 <= self.top_k < 2**31:
-            raise out_of_range("top_k", "be 0 (all tokens) or a number of tokens below 2**31", self.top_k)
+            raise out_of_range("top_k", "be 0 or -1 (all tokens) or a number of tokens below 2**31", self.top_k)
         check_between(LEAST_REPETITION, MOST_REPETITION, ", 1 changes nothing", repetition_penalty=self.repetition_penalty)
         penalties = {"presence_penalty": self.presence_penalty, "frequency_penalty": self.frequency_penalty}
         check_between(-MOST_PENALTY, MOST_PENALTY, ", 0 changes nothing", **penalties)

@@ -1,8 +1,10 @@
-"""Checks new weights for compiled programs: they may differ from the old ones only in their values."""
+"""Checks weights: they are finite, and new ones for compiled programs differ from the old ones only in their values."""
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jkv.errors import refused
 from jkv.model.joined import is_joined, join_weights, separate_weights
@@ -26,6 +28,27 @@ def committed(params: Params, place: Params | None = None) -> Params:
         return jax.device_put(leaf.astype(leaf.dtype) if leaf.weak_type else leaf, like.sharding)
 
     return jax.tree.map(bind, params, params if place is None else place)
+
+
+def all_finite(weights: Any) -> bool:
+    """Whether no number in a tree of weights is NaN or infinite; on a CPU, without a program."""
+    leaves = jax.tree.leaves(weights)
+    if all(is_in_memory(leaf) for leaf in leaves):
+        return all(np.isfinite(np.asarray(leaf)).all() for leaf in leaves)
+    return bool(are_finite(leaves))
+
+
+def is_in_memory(leaf: Any) -> bool:
+    """Whether NumPy can read a weight where it is."""
+    return isinstance(leaf, np.ndarray) or (
+        leaf.is_fully_addressable and all(device.platform == "cpu" for device in leaf.devices())
+    )
+
+
+@jax.jit
+def are_finite(leaves: list[jax.Array]) -> jax.Array:
+    """Whether all of these are finite, on their devices."""
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()
 
 
 def shapes_of(params: Params) -> Params:

@@ -164,8 +164,6 @@ class Fields(Body):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.top_k == -1:  # vLLM's word for all tokens
-            object.__setattr__(self, "top_k", 0)
         if self.logprobs_mode not in (RAW, PROCESSED):
             rule = "{field} must be {raw}, of the model's own distribution, or {drawn}, of the one that draws; got {got}."
             about = {"raw": RAW, "drawn": PROCESSED, "got": shown(self.logprobs_mode)}

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels import mosaic as pltpu
 from pallas_kernels.attention_mass import pallas
 
 LANES = 128

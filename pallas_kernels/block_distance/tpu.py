@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import mosaic as pltpu
 from pallas_kernels import nibbles
 from pallas_kernels.block_distance.reference import turn_of_rotated
 from pallas_kernels.quantised import Format, Numbers, Quantised, is_rotated, scales_of, stored

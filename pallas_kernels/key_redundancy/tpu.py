@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
+
+from pallas_kernels import mosaic as pltpu
 
 LANES, SUBLANES = 128, 8
 MOST_BLOCK = 1536  # slots per block

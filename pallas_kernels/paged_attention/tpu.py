@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import mosaic as pltpu
 from pallas_kernels import nibbles, page_fetch
 from pallas_kernels.page_fetch import ROWS, fetch_of
 from pallas_kernels.quantised import Format, Numbers, Quantised, is_rotated, scales_of, stored

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels import mosaic as pltpu
 from pallas_kernels.replay_attention import pallas
 
 BLOCK = 512  # rows or columns per tile, at most; half for wide heads, so that two buffers of each fit

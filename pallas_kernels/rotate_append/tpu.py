@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels import hadamard, nibbles
+from pallas_kernels import mosaic as pltpu
 from pallas_kernels.quantised import Format, Numbers, Quantised, is_rotated, rounded, scales_of, stored
 
 LANES = 128

@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int
 
+from pallas_kernels import mosaic as pltpu
 from pallas_kernels.quantised import Numbers, Quantised, is_rotated, stored
 
 ROWS = 8  # per grid step, at most

@@ -119,7 +119,8 @@ def compile_for(
 ) -> jax.stages.Compiled:
     """The program that `trace` gives for these arguments, as the target would run it."""
     platform = TARGETS[target][0]
-    with described(platform), choice.tracing_for(choice.lowest_capability(sharding_of(target).device_set)):
+    capability = choice.lowest_capability(sharding_of(target).device_set)
+    with described(platform), choice.compiling_for(platform), choice.tracing_for(capability):
         options = options_of(platform) | (compiler_options or {})
         return trace(*args).lower(lowering_platforms=(platform,)).compile(options)
 

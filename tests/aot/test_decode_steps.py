@@ -92,7 +92,7 @@ def triton_kernels(run, args):
     """Name and Triton code of each kernel of a call."""
     sharding = targets.sharding_of("h200")
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tuple(args))
-    with targets.described("cuda"):
+    with targets.described("cuda"), choice.compiling_for("cuda"):
         lowered = jax.jit(lambda *args: run(*args)).trace(*args).lower(lowering_platforms=("cuda",))
     found = []
 

@@ -1,16 +1,19 @@
 """A folder's tokenizer is its tokenizer.json: equal ids and texts whatever class and model family its other files name."""
 
+import copy
 import itertools
 import json
+import pickle
 import random
 
+import numpy as np
 import pytest
 import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from jkv.checkpoints import loading as checkpoint
 from jkv.checkpoints.families import FAMILIES
-from jkv.checkpoints.tokenizer import make_tokenizer
+from jkv.checkpoints.tokenizer import CheckpointTokenizer, make_tokenizer
 from jkv.checkpoints.tokenizer_files import read_tokenizer
 from jkv.reasoning.marks import completion_decoder
 
@@ -362,3 +365,37 @@ def test_a_class_that_the_checkpoint_brings_the_code_of_is_refused(code, tmp_pat
 def test_shipped_models_have_the_ids_of_their_files():
     for name, folder in checkpoint.shipped_folders().items():
         assert_equal(checkpoint.load_tokenizer(name), Tokenizer.from_file(str(folder / "tokenizer.json")))
+
+
+def test_it_becomes_a_tokenizer_of_transformers_and_answers_the_same(tmp_path):
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<|im_end|>", "chat_template": "{{ messages }}"}
+    settings |= {"extra_special_tokens": ["<|im_start|>"], "image_token": "<unk>"}
+    found = read_tokenizer(write(tmp_path, gpt2(), settings))
+    asked = ("special_tokens_map", "all_special_ids", "all_special_tokens", "added_tokens_decoder", "chat_template")
+    asked += ("eos_token", "eos_token_id", "bos_token_id", "pad_token_id", "unk_token", "unk_token_id", "name_or_path")
+    decode, ids = found.decode, found.encode(TEXTS[3])
+
+    def answers():
+        own = {name: getattr(found, name) for name in asked}
+        names = [found.convert_ids_to_tokens(token) for token in ids]
+        rest = names, found.convert_tokens_to_ids([*names, "no such"]), found.get_vocab(), len(found), found.get_chat_template()
+        return own, rest, found.encode(TEXTS[3]), decode(ids), found.decode(ids[0]), found.decode(np.array(ids))
+
+    for copied in (copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
+        assert copied.encode(TEXTS[3]) == ids
+    before = answers()
+    assert type(found) is CheckpointTokenizer
+    assert isinstance(found, transformers.PreTrainedTokenizerBase)
+    assert found([TEXTS[3]])["input_ids"] == [ids]
+    assert type(found) is transformers.PreTrainedTokenizerFast
+    assert answers() == before
+
+
+def test_a_change_reaches_a_tokenizer_of_transformers(tmp_path):
+    found = read_tokenizer(write(tmp_path, gpt2(), {"eos_token": "</s>"}))
+    found.chat_template = "{{ 1 }}"
+    assert type(found) is CheckpointTokenizer
+    found.pad_token = found.eos_token
+    assert (found.pad_token_id, found.chat_template) == (2, "{{ 1 }}")
+    assert found.add_tokens("<new>") == 1
+    assert found.encode("<new>") == [len(found) - 1]

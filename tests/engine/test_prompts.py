@@ -346,15 +346,26 @@ def test_without_a_limit_generate_takes_no_more_memory_than_is_free(model, monke
     assert out.lengths.tolist() == [slots - 3]
 
 
+def test_host_memory_is_what_linux_calls_available_or_what_the_caller_says(tmp_path, monkeypatch):
+    (tmp_path / "meminfo").write_text("MemTotal: 99 kB\nMemFree: 1 kB\nMemAvailable:   12 kB\n")
+    monkeypatch.setattr(memory, "MEMORY", tmp_path / "meminfo")
+    monkeypatch.delenv(memory.HOST_MEMORY, raising=False)
+    assert memory.free_host_bytes() == 12 * 1024
+    monkeypatch.setenv(memory.HOST_MEMORY, "16e9")
+    assert memory.free_host_bytes() == 16_000_000_000
+    for given in ("much", "-1", "inf"):
+        monkeypatch.setenv(memory.HOST_MEMORY, given)
+        with pytest.raises(ValueError, match=f"JKV_HOST_MEMORY must be a number of bytes, such as 16e9; got '{given}'"):
+            memory.free_host_bytes()
+
+
 def test_a_warning_tells_that_most_samples_were_cut(reasoner):
     settings = {"n": 3, "sampling": jkv.Sampling(seed=0), "progress": False}
-    with pytest.warns(UserWarning, match="More than half of the samples were cut by max_new_tokens.*Raise it"):
-        jkv.generate(reasoner, "b=3;c=7;d=b*c;?d", max_new_tokens=4, **settings)
     with pytest.warns(UserWarning, match=r"cut by the default limit.*Give max_new_tokens"):
         jkv.generate(reasoner, "b=3;c=7;d=b*c;?d", max_slots=16, **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        jkv.generate(reasoner, "b=3;c=7;d=b*c;?d", max_new_tokens=4, stop_ids=(), **settings)  # as it was asked
+        jkv.generate(reasoner, "b=3;c=7;d=b*c;?d", max_new_tokens=4, **settings)  # as it was asked
         jkv.generate(reasoner, "b=3;?b", **settings)
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import KERNELS, dispatch
+from pallas_kernels import KERNELS, choice, dispatch
 from pallas_kernels.dispatch import Implementation, best, call
 from pallas_kernels.models import MODELS, Workload
 
@@ -47,7 +47,8 @@ def test_another_platform_s_program_holds_its_own_implementation_alone():
     }
     run = jax.jit(functools.partial(call, "kernel", table, None))
     for platform, operation in (("cpu", "subtract"), ("tpu", "multiply"), ("cuda", "add")):
-        text = run.trace(jnp.int32(0)).lower(lowering_platforms=(platform,)).as_text()
+        with choice.compiling_for(platform):
+            text = run.trace(jnp.int32(0)).lower(lowering_platforms=(platform,)).as_text()
         assert [name for name in ("subtract", "multiply", "add") if f"stablehlo.{name}" in text] == [operation]
 
 
@@ -73,8 +74,25 @@ def test_empty_arguments_take_the_reference():
         call("kernel", table, "cpu", jnp.zeros((0, 3)))
 
 
+def test_a_kernel_is_traced_for_the_platforms_of_this_process_alone(monkeypatch):
+    traced = []
+    table = {
+        name: Implementation(lambda x, name=name: traced.append(name) or x, platform)
+        for name, platform in (("tpu", "tpu"), ("gpu", "cuda"), ("cpu", "cpu"), ("reference", None))
+    }
+    call("kernel", table, None, jnp.zeros(2))
+    assert traced == ["cpu"]
+    with choice.compiling_for("tpu"):
+        call("kernel", table, None, jnp.zeros(2))
+    assert traced == ["cpu", "tpu"]
+    monkeypatch.setattr(dispatch, "platforms_here", lambda: ("cpu", "cuda"))  # beside a GPU, arrays may be in host memory
+    jax.eval_shape(functools.partial(call, "kernel", table, None), jnp.zeros(2))
+    assert sorted(traced[2:]) == ["cpu", "gpu", "reference"]
+
+
 def test_what_programs_take_is_noted_by_platform(monkeypatch):
     monkeypatch.setattr(dispatch, "TAKEN", {})
+    monkeypatch.setattr(dispatch, "possible_platforms", lambda: dispatch.PLATFORMS)
     table = table_of(tpu=("tpu", lambda x: None if x.size > 1 else "too small"), reference=())
     call("some kernel", table, None, jnp.zeros(2))
     assert dispatch.taken("tpu") == {"some kernel": "tpu"}
@@ -84,6 +102,7 @@ def test_what_programs_take_is_noted_by_platform(monkeypatch):
 
 
 def test_plain_xla_on_an_accelerator_is_not_silent(monkeypatch):
+    monkeypatch.setattr(dispatch, "possible_platforms", lambda: dispatch.PLATFORMS)
     monkeypatch.setattr(dispatch, "own_platform", lambda: "tpu")
     table = table_of(tpu=("tpu", lambda x: None if x.size > 1 else "too small; got 1"), gpu=("cuda",), reference=())
     with pytest.warns(UserWarning, match="some kernel is computed by plain XLA on this tpu: tpu: too small; got 1"):
