@@ -167,7 +167,7 @@ REFUSED = {
         {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4}},
         "long_factor must.*got none",
     ),
-    "short-longrope": ("phi3", LONGROPE | {"partial_rotary_factor": 0.5}, "short_factor.*length 2, got 4"),
+    "short-longrope": ("phi3", LONGROPE | {"partial_rotary_factor": 0.5}, "short_factor.*2 rotated pairs.*got 4"),
     "longrope-by-zero": (
         "phi3",
         {"rope_scaling": LONGROPE["rope_scaling"] | {"long_factor": [1.0, 1.0, 1.0, 0.0]}},

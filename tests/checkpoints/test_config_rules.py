@@ -38,7 +38,7 @@ NONSENSE = {
     "no-epsilon": ({"rms_norm_eps": 0}, "rms_norm_eps must be"),
     "negative-epsilon": ({"rms_norm_eps": -1e-6}, "rms_norm_eps must be"),
     "large-epsilon": ({"rms_norm_eps": 1e6}, "rms_norm_eps must be"),
-    "tied-as-text": ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, got 'false'"),
+    "tied-as-text": ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false or null, got 'false'"),
     "tied-as-number": ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false"),
     "bias-as-text": ({"attention_bias": "no"}, "attention_bias must be true or false"),
     "activation-list": ({"hidden_act": ["silu"]}, "hidden_act must be a string"),

@@ -2,4 +2,4 @@
 
 from jkv.checkpoints.family import Family
 
-FAMILY = Family("llama", "LlamaForCausalLM", is_interleaved_in_gguf=True)
+FAMILY = Family("llama", "LlamaForCausalLM", is_interleaved_in_gguf=True, defaults={"num_key_value_heads": None})
