@@ -533,10 +533,15 @@ def text_fields(fields: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 def text_tensors(names: Iterable[str], family: Family, where: str) -> dict[str, str]:
     """The tensors of a checkpoint by their names in the family's own checkpoints, without tensors of images and sound.
 
+    A checkpoint of the model without its head has names without the first part, which is then added.
+
     Raises:
       ValueError: two tensors of one name.
     """
-    names = list(names)
+    names, embedding = list(names), family.tensors["embedding"]
+    base, _, rest = embedding.partition(".")
+    if rest in names and embedding not in names:
+        return {name if name == family.tensors["unembedding"] else f"{base}.{name}": name for name in names}
     if family.multimodal is None:
         return {name: name for name in names}
     found: dict[str, str] = {}

@@ -9,6 +9,7 @@ Blocks of 4 bits (MXFP4) are read as the numbers that they stand for. `jkv.check
 import math
 import os
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +29,8 @@ from jkv.model.weight_shapes import leaf_name, weight_shapes
 
 INDEX = "model.safetensors.index.json"
 MAX_HEADER = 1 << 24  # bytes; 100,000 tensors need half of this
+COMPARED = 1 << 24  # bytes of two tensors at once
+CACHE_SCALES = frozenset({"k_scale", "v_scale", "kv_scale", "q_scale"})  # of another engine's 8-bit cache
 MAX_NAME = 500  # characters of the name of a tensor
 BYTES = {  # of an element, by its name in safetensors headers
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0"), 1),
@@ -43,6 +46,7 @@ class Stored(NamedTuple):
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    span: tuple[int, int] = (0, 0)  # its first byte in the file, and the byte after its last
 
 
 def sizes(most: int) -> Rule:
@@ -70,10 +74,12 @@ def list_files(folder: Path) -> list[Path]:
     single, index = find_file(folder / "model.safetensors"), find_file(folder / INDEX)
     shards = sorted({folder / name for name in read_index(index).values()}) if index else []
     if single and (shards or [single]) != [single]:
-        raise ValueError(
-            f"{folder} must contain model.safetensors or {INDEX}; it has both, and the index names {shards[0].name}. Remove "
-            "the one that is not of this model."
+        warnings.warn(
+            f"{folder} has model.safetensors and {INDEX}, which names {shards[0].name}: the weights are read from "
+            "model.safetensors, as in transformers. Remove what is not of this model.",
+            stacklevel=4,
         )
+        return [single]
     if not single and not index:
         raise ValueError(
             f"{folder} must contain model.safetensors or {INDEX}; it has neither. Download the weights, or convert older ones "
@@ -107,18 +113,33 @@ def list_tensors(files: list[Path]) -> dict[str, Stored]:
     stored: dict[str, Stored] = {}
     for file in files:
         for name, tensor in read_header(file).items():
-            if name in stored:
+            if name in stored and not is_same(stored[name], tensor):
                 raise ValueError(
-                    f"{file}: {name} must lie in one file, got it also in {stored[name].file.name}. Remove the file "
+                    f"{file}: {name} must be the same in all files, got another in {stored[name].file.name}. Remove the file "
                     "that is not of this model."
                 )
-            stored[name] = tensor
+            stored.setdefault(name, tensor)
     index = find_file(files[0].parent / INDEX)
-    for name, shard in read_index(index).items() if index else ():
-        if name not in stored or stored[name].file.name != shard:
+    shards = read_index(index) if index else {}
+    if {*shards.values()} != {file.name for file in files}:
+        shards = {}  # an index of other files
+    for name, shard in shards.items():
+        if name not in stored or (stored[name].file.name != shard and name not in read_header(files[0].parent / shard)):
             found = f"it in {stored[name].file.name}" if name in stored else "it in none"
             raise ValueError(f"{index}: {shown(name)} must lie in {shard}, got {found}. Use the index of these shards.")
     return stored
+
+
+def is_same(one: Stored, other: Stored) -> bool:
+    """Whether two tensors have the same shape, dtype and bytes."""
+    (begin, end), (start, _) = one.span, other.span
+    if one[1:3] != other[1:3]:
+        return False
+    with open(one.file, "rb") as left, open(other.file, "rb") as right:
+        left.seek(begin)
+        right.seek(start)
+        counts = (min(COMPARED, end - first) for first in range(begin, end, COMPARED))
+        return all(left.read(count) == right.read(count) for count in counts)
 
 
 def read_header(file: Path) -> dict[str, Stored]:
@@ -153,7 +174,11 @@ def read_header(file: Path) -> dict[str, Stored]:
                 f"{rule}, whose tensors fill its {size - 8 - length:,} bytes of data without gaps and overlaps; got an end "
                 f"at byte {end:,} and the next begin at {begin:,}. {AGAIN}"
             )
-    return {name: Stored(file, tuple(header[name]["shape"]), header[name]["dtype"]) for name in header}
+    found = {}
+    for name, tensor in header.items():
+        begin, end = (8 + length + offset for offset in tensor["data_offsets"])
+        found[name] = Stored(file, tuple(tensor["shape"]), tensor["dtype"], (begin, end))
+    return found
 
 
 def check_tensor(fields: dict[str, Any], where: str) -> tuple[int, int]:
@@ -315,7 +340,7 @@ def check_tensors(wanted: Mapping[str, list[Part]], stored: Mapping[str, Stored]
         hint = " (or set tie_word_embeddings to true, if they are tied)" if unembedding in missing else ""
         raise ValueError(f"{files} must contain {list_some(missing)}; missing. Download the checkpoint again{hint}.")
     for name, parts in wanted.items():
-        file, shape, dtype = stored[name]
+        file, shape, dtype, _ = stored[name]
         if shape != stacked_shape(parts):
             raise ValueError(f"{file}: {name} must have shape {stacked_shape(parts)}, got {shape}. Use its own config.json.")
         if dtype not in DTYPES and dtype != MXFP4:
@@ -324,6 +349,7 @@ def check_tensors(wanted: Mapping[str, list[Part]], stored: Mapping[str, Stored]
     shares = range(config.num_owners, config.num_layers)  # layers whose own keys and values nothing reads
     redundant |= {family.tensor_of(f"layers.{i}.{field}") for i in shares for field in ("key", "value", "key_norm")}
     surplus = [name for name in stored.keys() - wanted.keys() - redundant if not name.endswith("rotary_emb.inv_freq")]
+    surplus = [name for name in surplus if name.rsplit(".", 1)[-1] not in CACHE_SCALES]
     surplus = [name for name in surplus if not family.is_prediction(name, config.num_layers, stored.keys())]
     if surplus:
         raise ValueError(

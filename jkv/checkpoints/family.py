@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from jkv.checkpoints.json_files import OBJECT, SWITCH, TEXT, Rule, at_least, either, integer, list_of, nullable, number
+from jkv.checkpoints.json_files import OBJECT, SWITCH, TEXT, Rule, at_least, either, integer, list_of, nullable, number, whole
 
 MAX_VOCAB = 1 << 21  # XLM-V has 901,629 tokens
 MAX_POSITIONS = 1 << 24  # Llama 4 has 10,485,760
@@ -18,7 +18,9 @@ MAX_EXPERTS = 1 << 12
 MAX_FREQUENCY_FACTOR = 1 << 20
 
 TOKEN = integer(0, MAX_VOCAB - 1)
-TOKENS = nullable(either(TOKEN, list_of(TOKEN, 1024, least=1)))
+NO_TOKEN = -1
+END = integer(NO_TOKEN, MAX_VOCAB - 1)
+TOKENS = nullable(either(END, list_of(END, 1024)))
 EVEN = Rule("an even integer in [2, 4096]", lambda value: type(value) is int and 2 <= value <= 4096 and value % 2 == 0)
 POSITIONS = integer(1, MAX_POSITIONS)
 THETA = number(1, 1e12)
@@ -82,7 +84,7 @@ GENERATION = {  # of generation_config.json
 SAMPLING = {  # of generation_config.json, where do_sample is true
     "temperature": nullable(either(ZERO, number(0, 1e6))),
     "top_p": nullable(number(0, 1)),
-    "top_k": nullable(integer(-1, MAX_VOCAB)),  # -1 and 0 keep all tokens
+    "top_k": nullable(whole(-1, MAX_VOCAB)),  # -1 and 0 keep all tokens
     "min_p": nullable(number(0, 1)),
 }
 PENALTIES = {"repetition_penalty": nullable(at_least(0.01, 100))}  # of generation_config.json, for greedy decoding too
