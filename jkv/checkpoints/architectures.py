@@ -6,6 +6,7 @@ The differences between families are in `jkv.checkpoints.families`. `jkv.checkpo
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -44,7 +45,7 @@ from jkv.model.params import ModelConfig, RopeScaling
 COUNT = integer(1, MAX_EXPERTS)
 COUNT_RULES = {"num_experts": COUNT, "num_local_experts": COUNT, "num_experts_per_tok": COUNT}
 WIDTH_RULES = {"moe_intermediate_size": integer(1, 1 << 20), "norm_topk_prob": SWITCH}
-SPARSE_RULES = {  # of families that may have layers without experts, but where each layer has them here
+SPARSE_RULES = {  # of families that list their layers without experts
     "decoder_sparse_step": integer(1, MAX_LAYERS),
     "mlp_only_layers": nullable(list_of(integer(0, MAX_LAYERS), MAX_LAYERS)),
 }
@@ -88,7 +89,8 @@ def read_experts(config: Any, family: Family) -> dict[str, Any]:
         "swiglu_alpha": getattr(config, "swiglu_alpha", family.swiglu_alpha),
     }
     if not family.routes_by_sigmoid:
-        return fields
+        dense = dense_layers(config)
+        return fields | {"dense_layers": dense, "dense_width": config.intermediate_size if dense else 0}
     return fields | {
         "routes_by_sigmoid": True,
         "num_dense_layers": config.first_k_dense_replace,
@@ -98,6 +100,12 @@ def read_experts(config: Any, family: Family) -> dict[str, Any]:
         "num_active_groups": config.topk_group,
         "route_scale": float(config.routed_scaling_factor),
     }
+
+
+def dense_layers(config: Any) -> tuple[int, ...]:
+    """The layers without experts, of a family that lists them or has experts in every n-th layer alone."""
+    listed, step = getattr(config, "mlp_only_layers", None) or (), getattr(config, "decoder_sparse_step", 1)
+    return tuple(layer for layer in range(config.num_hidden_layers) if layer in listed or (layer + 1) % step)
 
 
 def write_experts(config: ModelConfig, family: Family) -> dict[str, Any]:
@@ -113,6 +121,8 @@ def write_experts(config: ModelConfig, family: Family) -> dict[str, Any]:
         fields["norm_topk_prob"] = config.normalises_experts
     if config.swiglu_limit:
         fields |= {"swiglu_limit": config.swiglu_limit, "swiglu_alpha": config.swiglu_alpha}
+    if config.dense_layers:
+        fields |= {"intermediate_size": config.dense_width, "mlp_only_layers": list(config.dense_layers)}
     if config.routes_by_sigmoid:
         fields |= {
             "intermediate_size": config.dense_width or config.mlp_width,
@@ -132,10 +142,8 @@ def check_experts(config: Any, family: Family) -> list[tuple[bool, str]]:
     name, count, active = family.expert_count, getattr(config, family.expert_count), config.num_experts_per_tok
     rules = [(active <= count, f"num_experts_per_tok must be at most {name}={count}, got {active}")]
     if not family.routes_by_sigmoid:
-        dense, sparse_step = getattr(config, "mlp_only_layers", None), getattr(config, "decoder_sparse_step", 1)
-        is_sparse = sparse_step == 1 and not dense
-        got = f"decoder_sparse_step={sparse_step} and mlp_only_layers={dense}"
-        return [*rules, (is_sparse, f"every layer must have experts (decoder_sparse_step 1, no mlp_only_layers), got {got}")]
+        has_experts = len(dense_layers(config)) < config.num_hidden_layers
+        return [*rules, (has_experts, "a layer must have experts, got none by decoder_sparse_step and mlp_only_layers")]
     groups, chosen, first = config.n_group, config.topk_group, config.first_k_dense_replace
     divides = groups == 1 or (count % groups == 0 and count // groups >= 2)
     return [
@@ -155,6 +163,7 @@ def check_experts(config: Any, family: Family) -> list[tuple[bool, str]]:
 
 ROPE_FIELDS = {  # kind of RoPE -> (field of RopeScaling, name in the checkpoint)
     "default": {},
+    "dynamic": {},  # as "default" up to max_position_embeddings, where it would begin to change with the length of the text
     "linear": {"factor": "factor"},
     "llama3": {
         "factor": "factor",
@@ -181,7 +190,11 @@ ROPE_FIELDS = {  # kind of RoPE -> (field of RopeScaling, name in the checkpoint
 ORIGINAL = "original_max_position"  # a whole number; the others are not
 DEFAULTED = "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate"  # if not given
 MSCALES = "mscale", "mscale_all_dim"
-GROWTH = {"yarn": MSCALES, "longrope": ("factor",)}  # the attention factor follows from them if it is not given
+GROWTH = {
+    "dynamic": ("factor",),
+    "yarn": MSCALES,
+    "longrope": ("factor",),
+}  # the attention factor follows from them if it is not given
 SCALES = (
     *("factor", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor"),
     *("attention_factor", "beta_fast", "beta_slow", *MSCALES),
@@ -222,7 +235,7 @@ def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:
     if rotary_size % 2 or not rotary_size:
         raise ValueError(f"{where}: the rotary size must be positive and even, got {rotary_size} of {head_size=}. {advice()}")
     scaling = parse_rope(rope, rotary_size, config.max_position_embeddings, where)
-    positions = most_positions(config, scaling)
+    positions = within(most_positions(config, scaling), config, family, where)
     windows = window_layers(config, family, positions)
     check_features(config, family, positions, windows, where)
     found = ModelConfig(
@@ -244,7 +257,7 @@ def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:
         **(rope_of_windows(of_windows, rope, rotary_size, config, where) if windows else {}),
         norm_epsilon=config.rms_norm_eps,
         qkv_bias=config.attention_bias if family.says_qkv_bias else family.qkv_bias,
-        out_bias=family.out_bias,
+        out_bias=config.attention_bias if family.says_out_bias else family.out_bias,
         qk_norm=config.use_qk_norm if family.says_qk_norm else family.qk_norm,
         all_heads_norm=family.all_heads_norm,
         norms_after=family.norms_after,
@@ -262,6 +275,27 @@ def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:
             f"{found.num_query_heads} and {found.num_kv_heads}. {advice()}"
         )
     return found
+
+
+def within(positions: int, config: Any, family: Family, where: str) -> int:
+    """The positions up to which a model computes what the decoder does; where they are fewer than it has, a warning says so.
+
+    Within a window that all layers have, attention is full. Some models scale queries, beyond their original context alone.
+    """
+    limits = {}
+    if {*config.layer_types} == {WINDOWED} and config.sliding_window is not None and not family.has_rope_by_kind:
+        limits[config.sliding_window] = "every layer has a sliding window"
+    if family.scales_queries and config.rope.get("llama_4_scaling_beta"):
+        limits[config.rope[ROPE_FIELDS["yarn"][ORIGINAL]]] = (
+            "queries are scaled by llama_4_scaling_beta beyond its original context"
+        )
+    fewest = min([positions, *limits])
+    if fewest < positions:
+        warnings.warn(
+            f"{where}: the model runs texts of at most {fewest} tokens in place of {positions}, because {limits[fewest]}.",
+            stacklevel=4,
+        )
+    return fewest
 
 
 def rope_of_windows(
@@ -407,6 +441,8 @@ def check_rope(
 def parse_rope(rope: Mapping[str, Any], num_rotated: int, positions: int, where: str) -> RopeScaling:
     """The RoPE scaling of a checkpoint's `rope_parameters`, for so many rotated channels and `max_position_embeddings`."""
     kind = rope["rope_type"]
+    if kind == "dynamic":
+        return RopeScaling()
     given = {field: rope[name] for field, name in ROPE_FIELDS[kind].items() if rope.get(name) is not None}
     given = {field: float(value) if type(value) is int and field != ORIGINAL else value for field, value in given.items()}
     if kind == "yarn":
@@ -502,7 +538,7 @@ def config_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
     return fields | dict(family.writes(config))
 
 
-OUTER = NAMES | {"model_type": TEXT, "text_config": OBJECT, "tie_word_embeddings": SWITCH}
+OUTER = NAMES | {"model_type": TEXT, "text_config": OBJECT, "tie_word_embeddings": nullable(SWITCH)}
 KEPT = ("quantization_config", "compression_config", "tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype")
 
 
@@ -512,8 +548,10 @@ def text_fields(fields: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     Raises:
       ValueError: no text model, a model of another class, or a field that may have a meaning.
     """
-    families = {one.multimodal.name: one for one in FAMILIES.values() if one.multimodal}
-    family = families.get(str(fields.get("model_type")))
+    families = [one for one in FAMILIES.values() if one.multimodal and one.multimodal.name == fields.get("model_type")]
+    inner = fields.get("text_config")
+    named = [one for one in families if isinstance(inner, dict) and inner.get("model_type") == one.name]
+    family = next(iter(named or families), None)
     if family is None or family.multimodal is None:
         return fields
     whole, name = family.multimodal, family.name
@@ -523,7 +561,9 @@ def text_fields(fields: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     text = dict(fields["text_config"])
     check_fields(text, {"model_type": Rule(repr(name), lambda value: value == name)}, f"{where}: text_config")
     text.pop("architectures", None)
-    outer = {field: fields[field] for field in KEPT if field in fields}
+    outer = {field: fields[field] for field in KEPT if fields.get(field) is not None}
+    if whole.decides_ties and "tie_word_embeddings" in outer:
+        text.pop("tie_word_embeddings", None)
     unequal = [field for field in outer if text.get(field) not in (None, outer[field])]
     if "tie_word_embeddings" in unequal:
         raise ValueError(f"{where}: tie_word_embeddings must be the same in text_config, got another value there. {CORRECT}")

@@ -155,6 +155,7 @@ TENSORS = {  # field of Params or LayerParams -> tensor of a Llama checkpoint, i
     "query_bias": "self_attn.q_proj.bias",
     "key_bias": "self_attn.k_proj.bias",
     "value_bias": "self_attn.v_proj.bias",
+    "out_bias": "self_attn.o_proj.bias",
     "query_norm": "self_attn.q_norm.weight",
     "key_norm": "self_attn.k_norm.weight",
 }
@@ -195,6 +196,7 @@ class Multimodal:
       ignored_fields: of this config.json, without a meaning for text.
       prefixes: prefixes of the text model's tensors -> prefixes in its own checkpoints.
       others: prefixes of the tensors of images and sound, which are not read.
+      decides_ties: whether its `tie_word_embeddings` counts in place of the text model's.
     """
 
     name: str
@@ -202,6 +204,7 @@ class Multimodal:
     ignored_fields: frozenset[str]
     prefixes: Mapping[str, str]
     others: tuple[str, ...]
+    decides_ties: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +222,8 @@ class Family:
       has_sinks: whether each query head has a learned logit in the denominator of its softmax.
       has_partial_rotary: whether `partial_rotary_factor` is used; in other families transformers ignores it.
       has_window_switch: whether `sliding_window` counts only with `use_sliding_window`.
-      says_qkv_bias, says_qk_norm: whether `attention_bias` and `use_qk_norm` of config.json decide about these.
+      says_qkv_bias, says_out_bias, says_qk_norm: whether `attention_bias` and `use_qk_norm` of config.json decide about these.
+      scales_queries: whether `llama_4_scaling_beta` of RoPE scales queries beyond the original context.
       has_experts: whether its feed-forward blocks are mixtures of experts.
       expert_count, expert_width: the fields of config.json with the number of experts, and the width of one.
       routes_by_sigmoid: of `ModelConfig`; its layers are then those of DeepSeek-V3: the first ones without experts, the others
@@ -266,6 +270,8 @@ class Family:
     out_bias: bool = False
     qk_norm: bool = False
     says_qkv_bias: bool = False
+    says_out_bias: bool = False
+    scales_queries: bool = False
     says_qk_norm: bool = False
     all_heads_norm: bool = False
     norms_after: bool = False
@@ -282,7 +288,7 @@ class Family:
     has_windows: bool = False
     has_rope_by_kind: bool = False
     has_window_switch: bool = False
-    rope_kinds: tuple[str, ...] = ("default", "linear", "llama3", "longrope", "yarn")
+    rope_kinds: tuple[str, ...] = ("default", "dynamic", "linear", "llama3", "longrope", "yarn")
     switches: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     reads: Callable[[Any], Mapping[str, Any]] = lambda _: {}
     writes: Callable[[Any], Mapping[str, Any]] = lambda _: {}

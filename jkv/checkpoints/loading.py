@@ -53,6 +53,7 @@ def load(
     mesh: Mesh | None = None,
     split_by_width: bool = False,
     joined: bool | None = None,
+    max_positions: int | None = None,
 ) -> Model:
     """Weights, configuration and tokenizer of a model: a name that `jkv models` lists, a Hugging Face folder, a GGUF file, a
     folder of `jkv.save` (which has no tokenizer), or a name of the hub like `org/name`.
@@ -70,6 +71,9 @@ def load(
     On a GPU without a mesh, a layer's query, key and value become one array, and gate and up another (`jkv.join_weights`).
     `joined=False` turns that off, and `joined=True` does it on any one device.
 
+    With `max_positions`, the model has fewer positions. Where they are at most the original context of LongRoPE, it takes the
+    factors for short texts, as transformers does for a text of that length; with more it takes the long ones at every length.
+
     Raises:
         FileNotFoundError: there is no such model.
         ValueError: the decoder cannot run it, a file is bad, or a mesh does not divide it or shall split joined matrices; the
@@ -81,6 +85,7 @@ def load(
         typed("mesh", mesh, Mesh | None),
         typed("split_by_width", split_by_width, bool),
         typed("joined", joined, bool | None),
+        typed("max_positions", max_positions, int | None),
     )
     if joined and mesh is not None:
         raise ValueError("joined must not be True with a mesh, which splits separate matrices; got both. Leave one out.")

@@ -106,6 +106,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {  # what changes the arithmetic -> the
     **dict.fromkeys(
         ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "index_topk", "index_n_heads", "state_size"), (None, 0)
     ),
+    **dict.fromkeys(("altup_num_inputs", "laurel_rank", "hc_count"), (None, 0)),
+    **dict.fromkeys(("moe_layer_freq", "decoder_sparse_step"), (None, 1)),
+    "mlp_only_layers": (None, []),
     **dict.fromkeys(("num_kv_shared_layers", "hidden_size_per_layer_input", "num_hash_layers", "hc_mult"), (None, 0)),
     **dict.fromkeys(
         ("attn_output_gate", "enable_moe_block", "attention_k_eq_v", "use_double_wide_mlp", "gated_attention"), NOTHING
@@ -121,13 +124,17 @@ def check_unread(fields: Mapping[str, Any], read: Collection[str], model: str, w
     """
     others = {name: value for name, value in fields.items() if name not in HARMLESS and name not in read}
     wrong = [name for name, value in others.items() if name in NEUTRAL and not is_neutral(name, value)]
-    wrong += [name for name, value in others.items() if name not in NEUTRAL and isinstance(value, dict | list) and value]
+    wrong += [
+        name
+        for name, value in others.items()
+        if name not in NEUTRAL and (isinstance(value, dict) or (isinstance(value, list) and value))
+    ]
     if wrong:
         raise ValueError(
-            f"{where}: every field that may change the arithmetic must be known for {model}, got also {shown(sorted(wrong))}. "
-            "Remove what has no effect, or choose a checkpoint without it."
+            f"{where}: every field must be known for {model}, got also {shown(sorted(wrong))}, which may change the "
+            "arithmetic. Remove what has no effect, or choose a checkpoint without it."
         )
-    unknown = sorted(name for name, value in others.items() if name not in NEUTRAL and value not in (None, [], {}))
+    unknown = sorted(name for name, value in others.items() if name not in NEUTRAL and value not in (None, []))
     if unknown:
         warnings.warn(
             f"{where}: {shown(unknown)} of {model} {'are' if unknown[1:] else 'is'} not known to jkv, and ignored as in "

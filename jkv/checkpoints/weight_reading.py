@@ -5,6 +5,7 @@ Tensors in MXFP4 and in GGUF files are read whole, one at a time, because they a
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ from jkv.checkpoints.families import find_family
 from jkv.checkpoints.gguf_files import gguf_family, read_gguf_weight, stored_dtype
 from jkv.checkpoints.gguf_header import GgufHeader
 from jkv.checkpoints.json_files import AGAIN, printable
+from jkv.errors import InputError
 from jkv.model.eight_bits import coded, quantise_weights
 from jkv.model.joined import filled, joins_by_default
 from jkv.model.params import Codes, ModelConfig, Params
@@ -54,6 +56,7 @@ class Kept(NamedTuple):
     mesh: Mesh | None = None  # None is the default device
     splits_width: bool = False  # whether a mesh splits each expert by its width
     joined: bool | None = None  # whether matrices that multiply the same input are one array; None: on a GPU without a mesh
+    max_positions: int | None = None  # of the model; None is all that it has
 
     def chosen(self, stored: Any) -> "Kept":
         """With the default dtype for weights that are stored in this dtype, if none is given."""
@@ -66,11 +69,21 @@ class Kept(NamedTuple):
         return joins_by_default() and self.mesh is None if self.joined is None else self.joined
 
     def arranged(self, config: ModelConfig) -> ModelConfig:
-        """The configuration with experts that are split as they shall be.
+        """The configuration with experts that are split as they shall be, and the positions that it shall have.
 
         Raises:
-          ValueError: a width to split, and no experts.
+          ValueError: a width to split, and no experts, or more positions than the model has.
         """
+        if self.max_positions is not None:
+            if not 1 <= self.max_positions <= config.max_positions:
+                raise InputError(
+                    "{field} must be from 1 to the {most} positions of the model; got {got}. Correct it, or leave it out.",
+                    field="max_positions",
+                    code="out_of_range",
+                    most=config.max_positions,
+                    got=self.max_positions,
+                )
+            config = dataclasses.replace(config, max_positions=self.max_positions)
         return without_whole_experts(config) if self.splits_width else config
 
     def places(self, config: ModelConfig) -> Params | None:

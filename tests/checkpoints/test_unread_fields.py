@@ -55,7 +55,7 @@ def test_bookkeeping_is_ignored_in_every_family(model):
 def test_unknown_values_are_named_once_and_change_nothing(model):
     fields = fields_of(model)
     with pytest.warns(UserWarning, match=r"config.json: \['foo_bar', 'made_by'\] of \w+ are not known to jkv") as found:
-        config = parse_config(fields | {"foo_bar": 3.5, "made_by": "me", "nothing": None, "empty": {}}, "config.json")
+        config = parse_config(fields | {"foo_bar": 3.5, "made_by": "me", "nothing": None, "empty": []}, "config.json")
     assert config == parse_config(fields, "config.json")
     assert len(found) == 1
 

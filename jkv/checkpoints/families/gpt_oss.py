@@ -6,10 +6,6 @@ MXFP4 (`jkv.checkpoints.checkpoint_tensors`), which transformers also writes in 
 
 from jkv.checkpoints.family import TENSORS, UNREAD, Family, every, kinds_by
 
-ATTENTION = {
-    "out_bias": "self_attn.o_proj.bias",
-    "sink": "self_attn.sinks",
-}
 EXPERTS = {
     "experts.router": "mlp.router.weight",
     "experts.router_bias": "mlp.router.bias",
@@ -52,7 +48,7 @@ FAMILY = Family(
     defaults=DEFAULTS,
     unread_fields=UNREAD,
     ignored_fields=frozenset({"experts_per_token", "initial_context_length"}),
-    tensors=TENSORS | ATTENTION | EXPERTS,
+    tensors=TENSORS | {"sink": "self_attn.sinks"} | EXPERTS,
     interleaved=frozenset({"experts.gate", "experts.up", "experts.gate_bias", "experts.up_bias"}),
     untransposed=frozenset({"experts.down", "experts.gate_bias", "experts.up_bias", "experts.down_bias"}),
     reads_mxfp4=True,

@@ -1,4 +1,4 @@
-"""Qwen3 with a mixture of experts in every layer (arXiv 2505.09388), such as Qwen3-30B-A3B."""
+"""Qwen3 with a mixture of experts in every layer or in some (arXiv 2505.09388), such as Qwen3-30B-A3B."""
 
 from jkv.checkpoints.family import TENSORS, Family, alike
 
@@ -12,9 +12,12 @@ EXPERTS = {
 FAMILY = Family(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
+    says_qkv_bias=True,
+    says_out_bias=True,
     qk_norm=True,
     has_experts=True,
     has_window_switch=True,
+    bias_switches=("mlp_bias",),
     kinds=alike,
     defaults={"sliding_window": 4096, "norm_topk_prob": False},
     tensors=TENSORS | EXPERTS,
