@@ -24,6 +24,7 @@ from jkv.checkpoints.family import (
     WINDOWED,
     Family,
 )
+from jkv.checkpoints.fp8_tensors import fp8_block
 from jkv.checkpoints.json_files import (
     CORRECT,
     OBJECT,
@@ -337,8 +338,10 @@ def check_family(fields: Mapping[str, Any], where: str) -> Family:
         raise ValueError(f"{where}: the architecture must be supported, got {architectures} of model_type {name!r}. {advice()}")
     quantised = fields.get("quantization_config") or fields.get("compression_config")
     method = quantised.get("quant_method", "unknown") if quantised else None
-    if quantised and not (family.reads_mxfp4 and method == "mxfp4"):
-        raise ValueError(f"{where}: weights must not be quantised, got quantization_config with method {method!r}. {advice()}")
+    if quantised and not (fp8_block(quantised) or (family.reads_mxfp4 and method == "mxfp4")):
+        raise ValueError(
+            f"{where}: weights must not be quantised but in FP8, got quantization_config with method {method!r}. {advice()}"
+        )
     return family
 
 

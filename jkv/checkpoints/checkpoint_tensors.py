@@ -192,7 +192,7 @@ def check_tensor(fields: dict[str, Any], where: str) -> tuple[int, int]:
     return begin, end
 
 
-MXFP4 = "MXFP4"  # in place of a dtype of safetensors
+MXFP4, FP8 = "MXFP4", "FP8"  # with their scales, in place of a dtype of safetensors
 BLOCKS, SCALES = "_blocks", "_scales"
 BLOCK_BYTES = 16
 E2M1 = np.array(  # by their four bits
@@ -343,7 +343,7 @@ def check_tensors(wanted: Mapping[str, list[Part]], stored: Mapping[str, Stored]
         file, shape, dtype, _ = stored[name]
         if shape != stacked_shape(parts):
             raise ValueError(f"{file}: {name} must have shape {stacked_shape(parts)}, got {shape}. Use its own config.json.")
-        if dtype not in DTYPES and dtype != MXFP4:
+        if dtype not in DTYPES and dtype not in (MXFP4, FP8):
             raise ValueError(f"{file}: {name} must be one of {', '.join(DTYPES)}, got {dtype}. Convert the weights first.")
     redundant = {unembedding} if config.tie_embeddings else set()
     shares = range(config.num_owners, config.num_layers)  # layers whose own keys and values nothing reads

@@ -7,6 +7,7 @@ Tensors in MXFP4 and in GGUF files are read whole, one at a time, because they a
 import contextlib
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -19,10 +20,12 @@ from jax.sharding import Mesh, Sharding
 from jkv.checkpoints.architectures import text_tensors
 from jkv.checkpoints.checkpoint_tensors import (
     DTYPES,
+    FP8,
     MXFP4,
     Bounds,
     Origin,
     Part,
+    Stored,
     check_tensors,
     list_files,
     list_tensors,
@@ -32,9 +35,10 @@ from jkv.checkpoints.checkpoint_tensors import (
     with_mxfp4,
 )
 from jkv.checkpoints.families import find_family
+from jkv.checkpoints.fp8_tensors import fp8_block, read_codes, read_fp8, with_fp8
 from jkv.checkpoints.gguf_files import gguf_family, read_gguf_weight, stored_dtype
 from jkv.checkpoints.gguf_header import GgufHeader
-from jkv.checkpoints.json_files import AGAIN, printable
+from jkv.checkpoints.json_files import AGAIN, printable, read_json
 from jkv.errors import InputError
 from jkv.model.eight_bits import coded, quantise_weights
 from jkv.model.joined import filled, joins_by_default
@@ -127,6 +131,10 @@ def read_weights(folder: Path, config: ModelConfig, kept: Kept, places: Params |
     on_disk = text_tensors(listed, family, str(folder))
     stored = {name: listed[full] for name, full in on_disk.items()}
     stored = with_mxfp4(stored) if family.reads_mxfp4 else stored
+    fields, every = read_json(folder / "config.json"), stored
+    block = fp8_block(fields.get("quantization_config") or fields.get("compression_config") or {})
+    stored = with_fp8(stored, block) if block else stored
+    warn_of_fp8(stored, kept, folder)
     wanted = tensor_parts(config, family.as_stored(stored))
     check_tensors(wanted, stored, config)
     with contextlib.ExitStack() as stack:
@@ -134,6 +142,8 @@ def read_weights(folder: Path, config: ModelConfig, kept: Kept, places: Params |
 
         def read_stored(name: str, index: Index = ()) -> np.ndarray:
             file = listed[on_disk[name]].file
+            if name in stored and stored[name].dtype == FP8:
+                return read_codes(stored[name])
             try:
                 if file not in opened:
                     opened[file] = stack.enter_context(safe_open(file, "numpy"))
@@ -144,16 +154,27 @@ def read_weights(folder: Path, config: ModelConfig, kept: Kept, places: Params |
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"{file} must be a safetensors file: {printable(error)}. {AGAIN}") from error
 
-        read_whole = one_at_a_time(lambda name: read_mxfp4(read_stored, name))
+        dequantise: dict[str, Callable[[str], np.ndarray]] = {
+            MXFP4: lambda name: read_mxfp4(read_stored, name),
+            FP8: lambda name: read_fp8(read_stored, name, every, block or (0, 0)),
+        }
+        read_whole = one_at_a_time(lambda name: dequantise[stored[name].dtype](name))
 
         def read(name: str, index: Index) -> np.ndarray:
-            return read_whole(name, index) if stored[name].dtype == MXFP4 else read_stored(name, index)
+            return read_whole(name, index) if stored[name].dtype in dequantise else read_stored(name, index)
 
-        kept = kept.chosen(DTYPES[stored[names["embedding"]].dtype])
+        kept = kept.chosen(DTYPES.get(stored[names["embedding"]].dtype, jnp.bfloat16))
         params = read_leaves(config, wanted, read, kept, lambda name: f"{stored[name].file}: {name}", places)
         if config.tie_embeddings and names["unembedding"] in stored:
             check_tied(read_stored, names["embedding"], names["unembedding"], config, stored[names["unembedding"]].file)
     return params
+
+
+def warn_of_fp8(stored: Mapping[str, Stored], kept: Kept, folder: Path) -> None:
+    """Warns that weights in FP8 are kept in another form."""
+    if any(tensor.dtype == FP8 for tensor in stored.values()):
+        form = f"requantised to {kept.weight_dtype}" if kept.weight_dtype else 'dequantised; weight_dtype="fp8" keeps 8 bits'
+        warnings.warn(f"{folder}: weights in FP8 are {form}. Activations are not quantised.", stacklevel=4)
 
 
 def read_gguf_weights(header: GgufHeader, config: ModelConfig, kept: Kept, places: Params | None = None) -> Params:
