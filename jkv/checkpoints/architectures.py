@@ -6,24 +6,25 @@ The differences between families are in `jkv.checkpoints.families`. `jkv.checkpo
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jkv.checkpoints.families import FAMILIES, find_family
 from jkv.checkpoints.family import (
+    FULL,
     MAX_EXPERTS,
     MAX_LAYERS,
-    MEANINGLESS,
     NAMES,
     QK_NORM_RULES,
     REQUIRED,
     ROPE,
     ROPELESS_RULES,
     RULES,
-    UNREAD,
+    WINDOWED,
     Family,
 )
-from jkv.checkpoints.huggingface import transformers
+from jkv.checkpoints.fp8_tensors import fp8_block
 from jkv.checkpoints.json_files import (
     CORRECT,
     OBJECT,
@@ -36,16 +37,17 @@ from jkv.checkpoints.json_files import (
     list_of,
     nullable,
     number,
-    printable,
     shown,
 )
+from jkv.checkpoints.settings import BESIDE_KINDS, kind_of_rope, settings_of
+from jkv.checkpoints.unread_fields import check_unread
 from jkv.errors import refused
 from jkv.model.params import ModelConfig, RopeScaling
 
 COUNT = integer(1, MAX_EXPERTS)
 COUNT_RULES = {"num_experts": COUNT, "num_local_experts": COUNT, "num_experts_per_tok": COUNT}
 WIDTH_RULES = {"moe_intermediate_size": integer(1, 1 << 20), "norm_topk_prob": SWITCH}
-SPARSE_RULES = {  # of families that may have layers without experts, but where each layer has them here
+SPARSE_RULES = {  # of families that list their layers without experts
     "decoder_sparse_step": integer(1, MAX_LAYERS),
     "mlp_only_layers": nullable(list_of(integer(0, MAX_LAYERS), MAX_LAYERS)),
 }
@@ -89,7 +91,8 @@ def read_experts(config: Any, family: Family) -> dict[str, Any]:
         "swiglu_alpha": getattr(config, "swiglu_alpha", family.swiglu_alpha),
     }
     if not family.routes_by_sigmoid:
-        return fields
+        dense = dense_layers(config)
+        return fields | {"dense_layers": dense, "dense_width": config.intermediate_size if dense else 0}
     return fields | {
         "routes_by_sigmoid": True,
         "num_dense_layers": config.first_k_dense_replace,
@@ -99,6 +102,12 @@ def read_experts(config: Any, family: Family) -> dict[str, Any]:
         "num_active_groups": config.topk_group,
         "route_scale": float(config.routed_scaling_factor),
     }
+
+
+def dense_layers(config: Any) -> tuple[int, ...]:
+    """The layers without experts, of a family that lists them or has experts in every n-th layer alone."""
+    listed, step = getattr(config, "mlp_only_layers", None) or (), getattr(config, "decoder_sparse_step", 1)
+    return tuple(layer for layer in range(config.num_hidden_layers) if layer in listed or (layer + 1) % step)
 
 
 def write_experts(config: ModelConfig, family: Family) -> dict[str, Any]:
@@ -114,6 +123,8 @@ def write_experts(config: ModelConfig, family: Family) -> dict[str, Any]:
         fields["norm_topk_prob"] = config.normalises_experts
     if config.swiglu_limit:
         fields |= {"swiglu_limit": config.swiglu_limit, "swiglu_alpha": config.swiglu_alpha}
+    if config.dense_layers:
+        fields |= {"intermediate_size": config.dense_width, "mlp_only_layers": list(config.dense_layers)}
     if config.routes_by_sigmoid:
         fields |= {
             "intermediate_size": config.dense_width or config.mlp_width,
@@ -133,10 +144,8 @@ def check_experts(config: Any, family: Family) -> list[tuple[bool, str]]:
     name, count, active = family.expert_count, getattr(config, family.expert_count), config.num_experts_per_tok
     rules = [(active <= count, f"num_experts_per_tok must be at most {name}={count}, got {active}")]
     if not family.routes_by_sigmoid:
-        dense, sparse_step = getattr(config, "mlp_only_layers", None), getattr(config, "decoder_sparse_step", 1)
-        is_sparse = sparse_step == 1 and not dense
-        got = f"decoder_sparse_step={sparse_step} and mlp_only_layers={dense}"
-        return [*rules, (is_sparse, f"every layer must have experts (decoder_sparse_step 1, no mlp_only_layers), got {got}")]
+        has_experts = len(dense_layers(config)) < config.num_hidden_layers
+        return [*rules, (has_experts, "a layer must have experts, got none by decoder_sparse_step and mlp_only_layers")]
     groups, chosen, first = config.n_group, config.topk_group, config.first_k_dense_replace
     divides = groups == 1 or (count % groups == 0 and count // groups >= 2)
     return [
@@ -156,6 +165,7 @@ def check_experts(config: Any, family: Family) -> list[tuple[bool, str]]:
 
 ROPE_FIELDS = {  # kind of RoPE -> (field of RopeScaling, name in the checkpoint)
     "default": {},
+    "dynamic": {},  # as "default" up to max_position_embeddings, where it would begin to change with the length of the text
     "linear": {"factor": "factor"},
     "llama3": {
         "factor": "factor",
@@ -182,14 +192,16 @@ ROPE_FIELDS = {  # kind of RoPE -> (field of RopeScaling, name in the checkpoint
 ORIGINAL = "original_max_position"  # a whole number; the others are not
 DEFAULTED = "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate"  # if not given
 MSCALES = "mscale", "mscale_all_dim"
-GROWTH = {"yarn": MSCALES, "longrope": ("factor",)}  # the attention factor follows from them if it is not given
+GROWTH = {
+    "dynamic": ("factor",),
+    "yarn": MSCALES,
+    "longrope": ("factor",),
+}  # the attention factor follows from them if it is not given
 SCALES = (
     *("factor", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor"),
     *("attention_factor", "beta_fast", "beta_slow", *MSCALES),
 )
-FULL, WINDOWED = "full_attention", "sliding_attention"  # kinds of layers
 PROPORTIONAL = "proportional"  # RoPE of some families, whose fields have defaults
-UNSET = ("partial_rotary_factor", "original_max_position_embeddings")  # null is as good as absent
 
 
 def advice() -> str:
@@ -202,44 +214,33 @@ def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:
     """The `ModelConfig` of the fields of a config.json; error messages begin with `where`."""
     fields = text_fields(fields, where)
     family = check_family(fields, where)
-    fields = {**family.defaults, **fields}
     rules, required = rules_of(family), [name for name in REQUIRED if name not in family.absent_fields]
-    check_known(fields, family, rules, where)
-    required += required_fields(family)
+    check_unread(fields, {*rules, *NAMES, *family.ignored_fields}, family.architecture, where)
+    required += ["num_key_value_heads", *required_fields(family)]
     if family.has_experts and "num_local_experts" in fields:  # as transformers 5 writes it
         fields = {"num_experts": fields["num_local_experts"]} | {**fields}
-    check_fields(fields, rules, where, required)
-    kinds = ROPE_FIELDS.keys() - ({PROPORTIONAL} if not family.has_proportional_rope else set())
-    check_rope(fields, where, family.has_rope_by_kind, sorted(kinds))
+    check_fields({**family.defaults, **fields}, rules, where, required)
+    check_rope(fields, where, family.has_rope_by_kind, family.rope_kinds, family.defaults.get("partial_rotary_factor", 1.0))
     layers = fields["num_hidden_layers"]
     for name in ("layer_types", *(["no_rope_layers"] if family.has_layers_without_rope else [])):
         if (count := len(fields.get(name) or [])) not in (0, layers):
             rule = f"{where}: {name} must have an entry for each of the {layers} layers, got {count}. {CORRECT}"
             raise refused(rule, **{name: "does_not_fit"})
-    from huggingface_hub.errors import StrictDataclassError
-
-    # Only known fields are passed on: transformers builds lists and objects of others, of any size.
-    fields = original_of_rope(fields) | {**fields}
-    known = {name: fields[name] for name in rules.keys() & fields.keys() if not (name in UNSET and fields[name] is None)}
-    try:
-        config: Any = transformers().AutoConfig.for_model(family.config_type or family.name, **known)
-    except (StrictDataclassError, ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        rule = f"{where}: must be a valid {family.name} configuration: {printable(error)}. Correct it or download it again."
-        raise refused(rule, file="invalid") from error
-    config.allow_global_per_layer_attribute_access = True  # to the heads that `Family.reads` completes
-    if "num_key_value_heads" not in fields and config.num_key_value_heads != config.num_attention_heads:
-        rule = f"{where}: num_key_value_heads must be {RULES['num_key_value_heads'].wanted}, got none. {CORRECT}"
-        raise refused(rule, num_key_value_heads="missing")
-    of_windows = config.rope_parameters[WINDOWED] if family.has_rope_by_kind else None
-    rope = config.rope_parameters[FULL] if family.has_rope_by_kind else config.rope_parameters
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    share = (rope.get("partial_rotary_factor") or 1.0) if family.has_partial_rotary else 1.0
+    if {**family.defaults, **fields}.get("head_dim") is None and fields["hidden_size"] % fields["num_attention_heads"]:
+        raise refused(
+            f"{where}: hidden_size must be a multiple of num_attention_heads={fields['num_attention_heads']}, got "
+            f"{fields['hidden_size']}. {CORRECT}",
+            hidden_size="does_not_fit",
+        )
+    config = settings_of(fields, family, rules)
+    rope, of_windows, head_size = config.rope, config.window_rope, config.head_dim
+    share = rope["partial_rotary_factor"] or 1.0 if family.has_partial_rotary else 1.0
     rotary_size = int(head_size * share)
     if rotary_size % 2 or not rotary_size:
         rule = f"{where}: the rotary size must be positive and even, got {rotary_size} of {head_size=}. {advice()}"
         raise refused(rule, rotary_size="out_of_range")
     scaling = parse_rope(rope, rotary_size, config.max_position_embeddings, where)
-    positions = most_positions(config, scaling)
+    positions = within(most_positions(config, scaling), config, family, where)
     windows = window_layers(config, family, positions)
     check_features(config, family, positions, windows, where)
     found = ModelConfig(
@@ -258,10 +259,10 @@ def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:
         layers_without_rope=layers_without_rope(config) if family.has_layers_without_rope else (),
         window=config.sliding_window if windows else 0,
         window_layers=windows,
-        **({} if of_windows is None or not windows else rope_of_windows(of_windows, rope, rotary_size, config, where)),
+        **(rope_of_windows(of_windows, rope, rotary_size, config, where) if windows else {}),
         norm_epsilon=config.rms_norm_eps,
         qkv_bias=config.attention_bias if family.says_qkv_bias else family.qkv_bias,
-        out_bias=family.out_bias,
+        out_bias=config.attention_bias if family.says_out_bias else family.out_bias,
         qk_norm=config.use_qk_norm if family.says_qk_norm else family.qk_norm,
         all_heads_norm=family.all_heads_norm,
         norms_after=family.norms_after,
@@ -282,6 +283,27 @@ def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:
     return found
 
 
+def within(positions: int, config: Any, family: Family, where: str) -> int:
+    """The positions up to which a model computes what the decoder does; where they are fewer than it has, a warning says so.
+
+    Within a window that all layers have, attention is full. Some models scale queries, beyond their original context alone.
+    """
+    limits = {}
+    if {*config.layer_types} == {WINDOWED} and config.sliding_window is not None and not family.has_rope_by_kind:
+        limits[config.sliding_window] = "every layer has a sliding window"
+    if family.scales_queries and config.rope.get("llama_4_scaling_beta"):
+        limits[config.rope[ROPE_FIELDS["yarn"][ORIGINAL]]] = (
+            "queries are scaled by llama_4_scaling_beta beyond its original context"
+        )
+    fewest = min([positions, *limits])
+    if fewest < positions:
+        warnings.warn(
+            f"{where}: the model runs texts of at most {fewest} tokens in place of {positions}, because {limits[fewest]}.",
+            stacklevel=4,
+        )
+    return fewest
+
+
 def rope_of_windows(
     own: Mapping[str, Any], rope: Mapping[str, Any], num_rotated: int, config: Any, where: str
 ) -> dict[str, Any]:
@@ -293,26 +315,10 @@ def rope_of_windows(
 
 def rules_of(family: Family) -> dict[str, Rule]:
     """The rules of the fields that are read for a family."""
-    rules = dict(RULES)
-    if not family.ignores_fields:
-        unread = UNREAD - {"partial_rotary_factor"} if family.has_partial_rotary else UNREAD
-        rules = {name: rule for name, rule in rules.items() if name not in unread}
+    rules = {name: rule for name, rule in RULES.items() if name not in family.unread_fields}
     rules |= ROPELESS_RULES if family.has_layers_without_rope else {}
     rules |= QK_NORM_RULES if family.says_qk_norm else {}
     return rules | expert_rules(family) | dict(family.rules)
-
-
-def check_known(fields: Mapping[str, Any], family: Family, rules: Mapping[str, Rule], where: str) -> None:
-    """Refuses fields that are not read and may have a meaning, in a family that does not ignore them."""
-    if family.ignored_fields is None:
-        return
-    unknown = sorted(fields.keys() - rules.keys() - NAMES.keys() - MEANINGLESS - family.ignored_fields)
-    if unknown:
-        raise refused(
-            f"{where}: every field must be known for {family.architecture}, got also {shown(unknown)}. Remove what has no "
-            "effect, or choose a checkpoint without it.",
-            **{unknown[0]: "unknown_name"},
-        )
 
 
 def layers_without_rope(config: Any) -> tuple[int, ...]:
@@ -322,10 +328,10 @@ def layers_without_rope(config: Any) -> tuple[int, ...]:
 
 def window_layers(config: Any, family: Family, limit: int) -> tuple[int, ...]:
     """The layers with a sliding window; one of all the `limit` positions is full attention, unless its RoPE is another."""
-    window = getattr(config, "sliding_window", None)
+    window = config.sliding_window
     if not family.has_windows or window is None or (window >= limit and not family.has_rope_by_kind):
         return ()
-    return tuple(layer for layer, kind in enumerate(config.layer_types) if kind == "sliding_attention")
+    return tuple(layer for layer, kind in enumerate(config.layer_types) if kind == WINDOWED)
 
 
 def check_family(fields: Mapping[str, Any], where: str) -> Family:
@@ -338,8 +344,8 @@ def check_family(fields: Mapping[str, Any], where: str) -> Family:
         raise refused(rule, architectures="unsupported")
     quantised = fields.get("quantization_config") or fields.get("compression_config")
     method = quantised.get("quant_method", "unknown") if quantised else None
-    if quantised and not (family.reads_mxfp4 and method == "mxfp4"):
-        rule = f"{where}: weights must not be quantised, got quantization_config with method {method!r}. {advice()}"
+    if quantised and not (fp8_block(quantised) or (family.reads_mxfp4 and method == "mxfp4")):
+        rule = f"{where}: weights must not be quantised but in FP8, got quantization_config with method {method!r}. {advice()}"
         raise refused(rule, quantization_config="unsupported")
     return family
 
@@ -347,19 +353,13 @@ def check_family(fields: Mapping[str, Any], where: str) -> Family:
 def check_features(config: Any, family: Family, limit: int, windows: tuple[int, ...], where: str) -> None:
     """Refuses by name the features of a supported family, of `limit` positions, that the decoder lacks."""
     queries, keys = config.num_attention_heads, config.num_key_value_heads
-    window = getattr(config, "sliding_window", None)
-    others = set(family.attention_kinds(config))
-    others -= {"full_attention"}
+    window = config.sliding_window
+    others = {*config.layer_types} - {FULL, family.state_kind}
     if windows or window is None or window >= limit:  # a window of the maximum length is full attention
         others -= {"sliding_attention"}
     biases = [name for name in family.bias_switches if getattr(config, name, False)]
     activation = getattr(config, family.activation_field)
-    has_head_size = getattr(config, "head_dim", None) is not None
     rules: tuple[tuple[bool, str], ...] = (
-        (
-            has_head_size or config.hidden_size % queries == 0,
-            f"hidden_size must be a multiple of num_attention_heads={queries}, got {config.hidden_size}",
-        ),
         (not others, f"attention must be full, got {sorted(others)} with sliding_window={window} below {limit} positions"),
         (
             len(windows) < config.num_hidden_layers,
@@ -385,6 +385,8 @@ def ropes_in(fields: Mapping[str, Any], where: str, is_by_kind: bool) -> dict[st
     """The objects with RoPE settings, by name; with `is_by_kind`, rope_parameters may have one for each kind of layer."""
     given = {name: fields[name] for name in ("rope_parameters", "rope_scaling") if fields.get(name)}
     nested = given.get("rope_parameters", {})
+    if is_by_kind and nested.keys() & {FULL, WINDOWED}:
+        nested = {name: value for name, value in nested.items() if (name, value) not in BESIDE_KINDS}
     if not (is_by_kind and nested.keys() & {FULL, WINDOWED}):
         if len(given) > 1 and given["rope_parameters"] != given["rope_scaling"]:
             rule = f"{where}: rope_parameters and rope_scaling must be the same, got two that differ. {CORRECT}"
@@ -401,13 +403,20 @@ def ropes_in(fields: Mapping[str, Any], where: str, is_by_kind: bool) -> dict[st
 
 
 def check_rope(
-    fields: Mapping[str, Any], where: str, is_by_kind: bool = False, kinds: Sequence[str] = tuple(ROPE_FIELDS)
+    fields: Mapping[str, Any],
+    where: str,
+    is_by_kind: bool = False,
+    kinds: Sequence[str] = tuple(ROPE_FIELDS),
+    usual_share: float = 1.0,
 ) -> None:
-    """Refuses RoPE settings out of their range, of other kinds, and those that contradict each other."""
+    """Refuses RoPE settings out of their range, of other kinds, and those that contradict each other.
+
+    Transformers 5.0 writes the `usual_share` of a family's channels outside of rope_parameters, whatever is inside.
+    """
     given = ropes_in(fields, where, is_by_kind)
     for name, rope in given.items():
         inside = f"{where}: {name}"
-        kind = rope.get("rope_type", rope.get("type", "default"))
+        kind = kind_of_rope(rope)
         if kind not in tuple(kinds):  # which may be no string
             message = f"{inside}: the RoPE type must be one of {', '.join(kinds)}, got {shown(kind)}. {advice()}"
             raise refused(message, rope_parameters="unsupported")
@@ -418,14 +427,15 @@ def check_rope(
         )
         nested = [field for field, value in rope.items() if isinstance(value, dict)]
         unused = [field for field in SCALES if field not in used and rope.get(field) not in (None, 1)]
-        both = "rope_theta", "partial_rotary_factor", *((ROPE_FIELDS[kind][ORIGINAL],) if kind == "longrope" else ())
+        both = "rope_theta", "partial_rotary_factor", *((ROPE_FIELDS[kind][ORIGINAL],) if ORIGINAL in ROPE_FIELDS[kind] else ())
         twice = [field for field in both if None not in (rope.get(field), fields.get(field))]
         unequal = [field for field in twice if rope[field] != fields[field]]
+        unequal = [field for field in unequal if (field, fields[field]) != ("partial_rotary_factor", usual_share)]
         low, high = (rope.get(field, bound) for field, bound in (("low_freq_factor", 0), ("high_freq_factor", math.inf)))
         fast, slow = (rope.get(field) or default for field, default in (("beta_fast", 32), ("beta_slow", 1)))
         rules = (
             (
-                rope.get("type", kind) == kind,
+                kind_of_rope({"type": rope.get("type", kind)}) == kind,
                 f"type and rope_type must be the same, got {shown(rope.get('type'))} and {kind!r}",
             ),
             (not nested, f"must be the same for all layers, got objects of {shown(nested)}"),
@@ -439,20 +449,11 @@ def check_rope(
                 raise refused(f"{inside}: {rule}. {CORRECT}", rope_parameters="invalid")
 
 
-def original_of_rope(fields: Mapping[str, Any]) -> dict[str, int]:
-    """The original context of LongRoPE as a field of config.json, where alone some of transformers' configurations read it."""
-    name = ROPE_FIELDS["longrope"][ORIGINAL]
-    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    is_there = "longrope" in (rope.get("rope_type"), rope.get("type")) and name in rope
-    return {name: rope[name]} if is_there else {}
-
-
 def parse_rope(rope: Mapping[str, Any], num_rotated: int, positions: int, where: str) -> RopeScaling:
     """The RoPE scaling of a checkpoint's `rope_parameters`, for so many rotated channels and `max_position_embeddings`."""
-    kind = rope.get("rope_type", "default")
-    if kind not in ROPE_FIELDS:
-        rule = f"{where}: the RoPE type must be one of {', '.join(ROPE_FIELDS)}, got {kind!r}. {advice()}"
-        raise refused(rule, rope_parameters="unsupported")
+    kind = rope["rope_type"]
+    if kind == "dynamic":
+        return RopeScaling()
     given = {field: rope[name] for field, name in ROPE_FIELDS[kind].items() if rope.get(name) is not None}
     given = {field: float(value) if type(value) is int and field != ORIGINAL else value for field, value in given.items()}
     if kind == "yarn":
@@ -515,7 +516,7 @@ def config_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "intermediate_size": config.mlp_width,
         "max_position_embeddings": config.max_positions,
         "rope_theta": config.rope_theta,
-        "rope_scaling": numbers if len(numbers) > 1 or not family.ignores_fields else None,
+        "rope_scaling": numbers if len(numbers) > 1 or "rope_parameters" in family.defaults else None,
         "rms_norm_eps": config.norm_epsilon,
         "tie_word_embeddings": config.tie_embeddings,
         family.activation_field: family.activations[0],
@@ -532,16 +533,14 @@ def config_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
     if family.says_qk_norm:
         fields["use_qk_norm"] = config.qk_norm
     fields |= write_experts(config, family)
-    if scaling.kind == "longrope":
-        fields |= original_of_rope(fields)
+    if scaling.kind == "longrope":  # transformers' Phi-3 reads it there alone
+        fields["original_max_position_embeddings"] = scaling.original_max_position
     if config.layers_without_rope:
         fields["no_rope_layers"] = [int(layer not in config.layers_without_rope) for layer in range(config.num_layers)]
-    if config.window_layers or (family.has_windows and not family.ignores_fields):
-        kinds = [
-            "sliding_attention" if layer in config.window_layers else "full_attention" for layer in range(config.num_layers)
-        ]
+    if config.window_layers or (family.has_windows and not family.switches_windows):
+        kinds = [WINDOWED if layer in config.window_layers else FULL for layer in range(config.num_layers)]
         fields |= {"sliding_window": config.window or config.max_positions, "layer_types": kinds}
-    if config.window_layers and family.ignores_fields:
+    if config.window_layers and family.switches_windows:
         fields["use_sliding_window"] = True
     if family.has_rope_by_kind:
         del fields["rope_theta"], fields["rope_scaling"]
@@ -551,7 +550,7 @@ def config_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
     return fields | dict(family.writes(config))
 
 
-OUTER = NAMES | {"model_type": TEXT, "text_config": OBJECT, "tie_word_embeddings": SWITCH}
+OUTER = NAMES | {"model_type": TEXT, "text_config": OBJECT, "tie_word_embeddings": nullable(SWITCH)}
 KEPT = ("quantization_config", "compression_config", "tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype")
 
 
@@ -561,24 +560,22 @@ def text_fields(fields: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     Raises:
       ValueError: no text model, a model of another class, or a field that may have a meaning.
     """
-    families = {one.multimodal.name: one for one in FAMILIES.values() if one.multimodal}
-    family = families.get(str(fields.get("model_type")))
+    families = [one for one in FAMILIES.values() if one.multimodal and one.multimodal.name == fields.get("model_type")]
+    inner = fields.get("text_config")
+    named = [one for one in families if isinstance(inner, dict) and inner.get("model_type") == one.name]
+    family = next(iter(named or families), None)
     if family is None or family.multimodal is None:
         return fields
     whole, name = family.multimodal, family.name
     of_class = Rule(f"[{whole.architecture!r}]", lambda value: value == [whole.architecture])
     check_fields(fields, OUTER | {"architectures": of_class}, where, ["text_config"])
-    unknown = sorted(fields.keys() - OUTER.keys() - MEANINGLESS - whole.ignored_fields)
-    if unknown:
-        raise refused(
-            f"{where}: every field must be known for {whole.architecture}, got also {shown(unknown)}. Remove what has no "
-            "effect, or choose a checkpoint without it.",
-            **{unknown[0]: "unknown_name"},
-        )
+    check_unread(fields, {*OUTER, *whole.ignored_fields}, whole.architecture, where)
     text = dict(fields["text_config"])
     check_fields(text, {"model_type": Rule(repr(name), lambda value: value == name)}, f"{where}: text_config")
     text.pop("architectures", None)
-    outer = {field: fields[field] for field in KEPT if field in fields}
+    outer = {field: fields[field] for field in KEPT if fields.get(field) is not None}
+    if whole.decides_ties and "tie_word_embeddings" in outer:
+        text.pop("tie_word_embeddings", None)
     unequal = [field for field in outer if text.get(field) not in (None, outer[field])]
     if "tie_word_embeddings" in unequal:
         rule = f"{where}: tie_word_embeddings must be the same in text_config, got another value there. {CORRECT}"
@@ -589,10 +586,15 @@ def text_fields(fields: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 def text_tensors(names: Iterable[str], family: Family, where: str) -> dict[str, str]:
     """The tensors of a checkpoint by their names in the family's own checkpoints, without tensors of images and sound.
 
+    A checkpoint of the model without its head has names without the first part, which is then added.
+
     Raises:
       ValueError: two tensors of one name.
     """
-    names = list(names)
+    names, embedding = list(names), family.tensors["embedding"]
+    base, _, rest = embedding.partition(".")
+    if rest in names and embedding not in names:
+        return {name if name == family.tensors["unembedding"] else f"{base}.{name}": name for name in names}
     if family.multimodal is None:
         return {name: name for name in names}
     found: dict[str, str] = {}

@@ -9,6 +9,7 @@ Blocks of 4 bits (MXFP4) are read as the numbers that they stand for. `jkv.check
 import math
 import os
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +30,8 @@ from jkv.model.weight_shapes import leaf_name, weight_shapes
 
 INDEX = "model.safetensors.index.json"
 MAX_HEADER = 1 << 24  # bytes; 100,000 tensors need half of this
+COMPARED = 1 << 24  # bytes of two tensors at once
+CACHE_SCALES = frozenset({"k_scale", "v_scale", "kv_scale", "q_scale"})  # of another engine's 8-bit cache
 MAX_NAME = 500  # characters of the name of a tensor
 BYTES = {  # of an element, by its name in safetensors headers
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0"), 1),
@@ -44,6 +47,7 @@ class Stored(NamedTuple):
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    span: tuple[int, int] = (0, 0)  # its first byte in the file, and the byte after its last
 
 
 def sizes(most: int) -> Rule:
@@ -71,11 +75,12 @@ def list_files(folder: Path) -> list[Path]:
     single, index = find_file(folder / "model.safetensors"), find_file(folder / INDEX)
     shards = sorted({folder / name for name in read_index(index).values()}) if index else []
     if single and (shards or [single]) != [single]:
-        raise refused(
-            f"{folder} must contain model.safetensors or {INDEX}; it has both, and the index names {shards[0].name}. Remove "
-            "the one that is not of this model.",
-            folder="conflict",
+        warnings.warn(
+            f"{folder} has model.safetensors and {INDEX}, which names {shards[0].name}: the weights are read from "
+            "model.safetensors, as in transformers. Remove what is not of this model.",
+            stacklevel=4,
         )
+        return [single]
     if not single and not index:
         raise refused(
             f"{folder} must contain model.safetensors or {INDEX}; it has neither. Download the weights, or convert older ones "
@@ -113,20 +118,35 @@ def list_tensors(files: list[Path]) -> dict[str, Stored]:
     stored: dict[str, Stored] = {}
     for file in files:
         for name, tensor in read_header(file).items():
-            if name in stored:
+            if name in stored and not is_same(stored[name], tensor):
                 raise refused(
-                    f"{file}: {name} must lie in one file, got it also in {stored[name].file.name}. Remove the file "
+                    f"{file}: {name} must be the same in all files, got another in {stored[name].file.name}. Remove the file "
                     "that is not of this model.",
                     **{name: "conflict"},
                 )
-            stored[name] = tensor
+            stored.setdefault(name, tensor)
     index = find_file(files[0].parent / INDEX)
-    for name, shard in read_index(index).items() if index else ():
-        if name not in stored or stored[name].file.name != shard:
+    shards = read_index(index) if index else {}
+    if {*shards.values()} != {file.name for file in files}:
+        shards = {}  # an index of other files
+    for name, shard in shards.items():
+        if name not in stored or (stored[name].file.name != shard and name not in read_header(files[0].parent / shard)):
             found = f"it in {stored[name].file.name}" if name in stored else "it in none"
             rule = f"{index}: {shown(name)} must lie in {shard}, got {found}. Use the index of these shards."
             raise refused(rule, weight_map="invalid")
     return stored
+
+
+def is_same(one: Stored, other: Stored) -> bool:
+    """Whether two tensors have the same shape, dtype and bytes."""
+    (begin, end), (start, _) = one.span, other.span
+    if one[1:3] != other[1:3]:
+        return False
+    with open(one.file, "rb") as left, open(other.file, "rb") as right:
+        left.seek(begin)
+        right.seek(start)
+        counts = (min(COMPARED, end - first) for first in range(begin, end, COMPARED))
+        return all(left.read(count) == right.read(count) for count in counts)
 
 
 def read_header(file: Path) -> dict[str, Stored]:
@@ -162,7 +182,11 @@ def read_header(file: Path) -> dict[str, Stored]:
                 f"at byte {end:,} and the next begin at {begin:,}. {AGAIN}",
                 file="invalid",
             )
-    return {name: Stored(file, tuple(header[name]["shape"]), header[name]["dtype"]) for name in header}
+    found = {}
+    for name, tensor in header.items():
+        begin, end = (8 + length + offset for offset in tensor["data_offsets"])
+        found[name] = Stored(file, tuple(tensor["shape"]), tensor["dtype"], (begin, end))
+    return found
 
 
 def check_tensor(fields: dict[str, Any], where: str) -> tuple[int, int]:
@@ -177,7 +201,7 @@ def check_tensor(fields: dict[str, Any], where: str) -> tuple[int, int]:
     return begin, end
 
 
-MXFP4 = "MXFP4"  # in place of a dtype of safetensors
+MXFP4, FP8 = "MXFP4", "FP8"  # with their scales, in place of a dtype of safetensors
 BLOCKS, SCALES = "_blocks", "_scales"
 BLOCK_BYTES = 16
 E2M1 = np.array(  # by their four bits
@@ -329,17 +353,18 @@ def check_tensors(wanted: Mapping[str, list[Part]], stored: Mapping[str, Stored]
         rule = f"{files} must contain {list_some(missing)}; missing. Download the checkpoint again{hint}."
         raise refused(rule, file="missing")
     for name, parts in wanted.items():
-        file, shape, dtype = stored[name]
+        file, shape, dtype, _ = stored[name]
         if shape != stacked_shape(parts):
             rule = f"{file}: {name} must have shape {stacked_shape(parts)}, got {shape}. Use its own config.json."
             raise refused(rule, **{name: "does_not_fit"})
-        if dtype not in DTYPES and dtype != MXFP4:
+        if dtype not in DTYPES and dtype not in (MXFP4, FP8):
             rule = f"{file}: {name} must be one of {', '.join(DTYPES)}, got {dtype}. Convert the weights first."
             raise refused(rule, **{name: "unsupported"})
     redundant = {unembedding} if config.tie_embeddings else set()
     shares = range(config.num_owners, config.num_layers)  # layers whose own keys and values nothing reads
     redundant |= {family.tensor_of(f"layers.{i}.{field}") for i in shares for field in ("key", "value", "key_norm")}
     surplus = [name for name in stored.keys() - wanted.keys() - redundant if not name.endswith("rotary_emb.inv_freq")]
+    surplus = [name for name in surplus if name.rsplit(".", 1)[-1] not in CACHE_SCALES]
     surplus = [name for name in surplus if not family.is_prediction(name, config.num_layers, stored.keys())]
     if surplus:
         raise refused(

@@ -6,10 +6,10 @@ sets, and how its checkpoints name and stack the weights. How a weight is split 
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from jkv.checkpoints.json_files import OBJECT, SWITCH, TEXT, Rule, at_least, either, integer, list_of, nullable, number
+from jkv.checkpoints.json_files import OBJECT, SWITCH, TEXT, Rule, at_least, either, integer, list_of, nullable, number, whole
 
 MAX_VOCAB = 1 << 21  # XLM-V has 901,629 tokens
 MAX_POSITIONS = 1 << 24  # Llama 4 has 10,485,760
@@ -18,7 +18,9 @@ MAX_EXPERTS = 1 << 12
 MAX_FREQUENCY_FACTOR = 1 << 20
 
 TOKEN = integer(0, MAX_VOCAB - 1)
-TOKENS = nullable(either(TOKEN, list_of(TOKEN, 1024, least=1)))
+NO_TOKEN = -1
+END = integer(NO_TOKEN, MAX_VOCAB - 1)
+TOKENS = nullable(either(END, list_of(END, 1024)))
 EVEN = Rule("an even integer in [2, 4096]", lambda value: type(value) is int and 2 <= value <= 4096 and value % 2 == 0)
 POSITIONS = integer(1, MAX_POSITIONS)
 THETA = number(1, 1e12)
@@ -36,7 +38,7 @@ RULES = {  # the fields that `jkv.checkpoints.architectures` uses; it ignores al
     "hidden_act": TEXT,
     "max_position_embeddings": POSITIONS,
     "rms_norm_eps": number(0, 0.1),
-    "tie_word_embeddings": SWITCH,
+    "tie_word_embeddings": nullable(SWITCH),
     "attention_bias": SWITCH,
     "mlp_bias": SWITCH,
     "rope_theta": THETA,
@@ -64,14 +66,9 @@ NAMES = {  # what is read beside them
     "dtype": nullable(TEXT),
     "eos_token_id": TOKENS,
 }
-UNREAD = {  # of `RULES`, by families that do not ignore fields
-    *("mlp_bias", "use_sliding_window", "max_window_layers", "partial_rotary_factor", "original_max_position_embeddings"),
-}
-MEANINGLESS = {  # for a forward pass, in any family
-    *("transformers_version", "_name_or_path", "use_cache", "initializer_range", "bos_token_id", "pad_token_id"),
-    *("output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward", "is_encoder_decoder"),
-    *("id2label", "label2id", "problem_type", "attn_implementation", "_attn_implementation"),
-}
+UNREAD = frozenset(  # of `RULES`, in families that never had such a field
+    {"mlp_bias", "use_sliding_window", "max_window_layers", "partial_rotary_factor", "original_max_position_embeddings"}
+)
 REQUIRED = (
     "vocab_size",
     "hidden_size",
@@ -87,7 +84,7 @@ GENERATION = {  # of generation_config.json
 SAMPLING = {  # of generation_config.json, where do_sample is true
     "temperature": nullable(either(ZERO, number(0, 1e6))),
     "top_p": nullable(number(0, 1)),
-    "top_k": nullable(integer(-1, MAX_VOCAB)),  # -1 and 0 keep all tokens
+    "top_k": nullable(whole(-1, MAX_VOCAB)),  # -1 and 0 keep all tokens
     "min_p": nullable(number(0, 1)),
 }
 PENALTIES = {"repetition_penalty": nullable(at_least(0.01, 100))}  # of generation_config.json, for greedy decoding too
@@ -158,14 +155,36 @@ TENSORS = {  # field of Params or LayerParams -> tensor of a Llama checkpoint, i
     "query_bias": "self_attn.q_proj.bias",
     "key_bias": "self_attn.k_proj.bias",
     "value_bias": "self_attn.v_proj.bias",
+    "out_bias": "self_attn.o_proj.bias",
     "query_norm": "self_attn.q_norm.weight",
     "key_norm": "self_attn.k_norm.weight",
 }
 
 
-def layer_types(config: Any) -> set[str]:
-    """The kinds of attention in the `layer_types` of a transformers configuration; none without that field."""
-    return set(getattr(config, "layer_types", None) or [])
+FULL, WINDOWED = "full_attention", "sliding_attention"  # kinds of layers
+
+
+def kinds_by(default: Callable[[Any, int], str]) -> Callable[[Any], Sequence[str]]:
+    """The kind of attention of each layer: its entry of `layer_types`, or without that field what `default` gives."""
+    return lambda config: config.layer_types or [default(config, layer) for layer in range(config.num_hidden_layers)]
+
+
+KINDS = kinds_by(lambda *_: FULL)  # full attention, unless config.json says otherwise
+
+
+def every(interval: int, kind: str = WINDOWED) -> Callable[[Any, int], str]:
+    """Full attention in each layer whose number is a multiple of `interval`, and `kind` in the others."""
+    return lambda _, layer: kind if (layer + 1) % interval else FULL
+
+
+def from_layer(config: Any, layer: int) -> str:
+    """A window in the layers from `max_window_layers` on."""
+    return WINDOWED if config.sliding_window is not None and layer >= config.max_window_layers else FULL
+
+
+def alike(config: Any) -> Sequence[str]:
+    """A window in every layer, if config.json has one; `layer_types` counts for nothing."""
+    return [FULL if config.sliding_window is None else WINDOWED] * config.num_hidden_layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,6 +196,7 @@ class Multimodal:
       ignored_fields: of this config.json, without a meaning for text.
       prefixes: prefixes of the text model's tensors -> prefixes in its own checkpoints.
       others: prefixes of the tensors of images and sound, which are not read.
+      decides_ties: whether its `tie_word_embeddings` counts in place of the text model's.
     """
 
     name: str
@@ -184,6 +204,7 @@ class Multimodal:
     ignored_fields: frozenset[str]
     prefixes: Mapping[str, str]
     others: tuple[str, ...]
+    decides_ties: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +214,6 @@ class Family:
     Attributes:
       name: `model_type` in config.json.
       architecture: the class in `architectures` of config.json.
-      config_type: the `model_type` of the transformers configuration that reads config.json; None means `name`.
       qkv_bias: whether query, key and value projections add a bias.
       out_bias: whether the attention's output projection does.
       qk_norm: whether queries and keys are normalised per head.
@@ -201,7 +221,9 @@ class Family:
       norms_after: whether attention and MLP have their norms after them instead of before.
       has_sinks: whether each query head has a learned logit in the denominator of its softmax.
       has_partial_rotary: whether `partial_rotary_factor` is used; in other families transformers ignores it.
-      says_qkv_bias, says_qk_norm: whether `attention_bias` and `use_qk_norm` of config.json decide about these.
+      has_window_switch: whether `sliding_window` counts only with `use_sliding_window`.
+      says_qkv_bias, says_out_bias, says_qk_norm: whether `attention_bias` and `use_qk_norm` of config.json decide about these.
+      scales_queries: whether `llama_4_scaling_beta` of RoPE scales queries beyond the original context.
       has_experts: whether its feed-forward blocks are mixtures of experts.
       expert_count, expert_width: the fields of config.json with the number of experts, and the width of one.
       routes_by_sigmoid: of `ModelConfig`; its layers are then those of DeepSeek-V3: the first ones without experts, the others
@@ -212,19 +234,21 @@ class Family:
       has_windows: whether its layers may have a sliding window, each by its entry of `layer_types`.
       has_rope_by_kind: whether layers with a window and layers with full attention have RoPE parameters of their own.
       switches: further fields of `ModelConfig`, the same in all its models.
-      reads: further fields of `ModelConfig` that follow from a transformers configuration.
+      reads: further fields of `ModelConfig` that follow from the settings (`jkv.checkpoints.settings`).
       writes: the fields of config.json that `reads` and `rules` need, of a `ModelConfig`.
       rules: further fields of config.json that are read, and what they must be.
-      defaults: fields of config.json that its makers leave out.
+      defaults: fields that config.json may leave out, as transformers has them.
       absent_fields: fields that other families need and that have no meaning here.
       activation_field: the field of config.json with the activation of feed-forward blocks.
       activations: the names that it may have there, all of `ModelConfig.activation`.
       multimodal: the checkpoints that its text models are also in.
       num_foreign_tokens: tokens at the end of its tokenizers that a text model has no embedding for.
-      has_proportional_rope: whether RoPE may be of type "proportional".
+      rope_kinds: the types that RoPE may have.
       bias_switches: fields of config.json that add biases which the decoder lacks.
-      attention_kinds: the kinds of attention that a transformers configuration uses.
-      ignored_fields: fields of config.json without a meaning here; any other that is not read is refused. None ignores all.
+      kinds: the kind of attention of each layer, of the settings.
+      state_kind: the kind of layers with a recurrent state; empty where there are none.
+      unread_fields: of `RULES`, what has no meaning here.
+      ignored_fields: further fields of config.json without a meaning here.
       tensors: field of `Params` or `LayerParams` -> its tensor in a checkpoint. Fields of one tensor are stacked in it by rows,
         in the order of the fields. A field of `Experts` has a tensor of each expert where the name has `{}`.
       tensors_beside_experts: the `tensors` that have another name in layers with experts.
@@ -242,11 +266,12 @@ class Family:
 
     name: str
     architecture: str
-    config_type: str | None = None
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False
     says_qkv_bias: bool = False
+    says_out_bias: bool = False
+    scales_queries: bool = False
     says_qk_norm: bool = False
     all_heads_norm: bool = False
     norms_after: bool = False
@@ -262,7 +287,8 @@ class Family:
     has_layers_without_rope: bool = False
     has_windows: bool = False
     has_rope_by_kind: bool = False
-    has_proportional_rope: bool = False
+    has_window_switch: bool = False
+    rope_kinds: tuple[str, ...] = ("default", "dynamic", "linear", "llama3", "longrope", "yarn")
     switches: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     reads: Callable[[Any], Mapping[str, Any]] = lambda _: {}
     writes: Callable[[Any], Mapping[str, Any]] = lambda _: {}
@@ -274,8 +300,10 @@ class Family:
     multimodal: Multimodal | None = None
     num_foreign_tokens: int = 0
     bias_switches: tuple[str, ...] = ("attention_bias", "mlp_bias")
-    attention_kinds: Callable[[Any], set[str]] = layer_types
-    ignored_fields: frozenset[str] | None = None
+    kinds: Callable[[Any], Sequence[str]] = KINDS
+    state_kind: str = ""
+    unread_fields: frozenset[str] = frozenset()
+    ignored_fields: frozenset[str] = frozenset()
     tensors: Mapping[str, str] = dataclasses.field(default_factory=lambda: TENSORS)
     other_tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tensors_beside_experts: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -289,14 +317,14 @@ class Family:
     strips_in_gguf: bool = False
 
     @property
-    def ignores_fields(self) -> bool:
-        """Whether any field of config.json that is not read is ignored, so that fields it lacks must be off by default."""
-        return self.ignored_fields is None
-
-    @property
     def has_expert_width(self) -> bool:
         """Whether the width of an expert has a field of its own."""
         return self.expert_width == "moe_intermediate_size"
+
+    @property
+    def switches_windows(self) -> bool:
+        """Whether `use_sliding_window` decides about its windows."""
+        return self.has_windows and "use_sliding_window" not in self.unread_fields
 
     def as_stored(self, names: Collection[str]) -> "Family":
         """The family whose tensors are called as in a checkpoint with these names."""

@@ -60,6 +60,12 @@ STACKED = {  # where a checkpoint of the family has one tensor for several field
     ("gate", "up"): "ffn_up.weight",
 }
 FREQUENCIES = "rope_freqs.weight"  # by which each rotary frequency is divided
+YARN = {  # of the metadata, after the name of the architecture -> of rope_scaling
+    "rope.scaling.factor": "factor",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+}
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of all Llama 3 models; the file has only what follows from them
 LLAMA3_POSITIONS = 8192
 CHUNK = 1 << 22  # weights that are dequantised at once
@@ -127,6 +133,8 @@ def plain(value: Any) -> Any:
 def check_features(own: Mapping[str, Any], where: str) -> None:
     """Refuses by name what the decoder lacks; `own` are the metadata of the architecture."""
     window, limit = own.get("attention.sliding_window") or 0, own["context_length"]
+    usual = own["embedding_length"] // own["attention.head_count"]
+    keys = own.get("attention.key_length", usual)
     rules = (
         (own.get("expert_count", 0) == 0, "expert_count must be 0 (no mixture of experts)", "expert_count"),
         (
@@ -135,8 +143,8 @@ def check_features(own: Mapping[str, Any], where: str) -> None:
             "attention.sliding_window",
         ),
         (
-            own.get("attention.value_length") == own.get("attention.key_length"),
-            f"attention.value_length must be attention.key_length={shown(own.get('attention.key_length'))}",
+            own.get("attention.value_length", usual) == keys,
+            f"attention.value_length (or by default the width of a head, {usual}) must be attention.key_length={shown(keys)}",
             "attention.value_length",
         ),
         (own.get("attention.causal", True) is True, "attention.causal must be true", "attention.causal"),
@@ -156,11 +164,22 @@ def rope_scaling(header: GgufHeader, own: Mapping[str, Any], fields: Mapping[str
         return llama3_scaling(header, own, fields)
     if kind == "none":
         return None
+    if kind == "yarn":
+        return yarn_scaling(header, own)
     if kind != "linear":
-        rule = f"{header.file}: rope.scaling.type must be none or linear, got {shown(kind)}. {advice()}"
+        rule = f"{header.file}: rope.scaling.type must be none, linear or yarn, got {shown(kind)}. {advice()}"
         raise refused(rule, **{"rope.scaling.type": "unsupported"})
     factor = own.get("rope.scaling.factor", own.get("rope.scale_linear"))
     return {"rope_type": "linear"} | ({} if factor is None else {"factor": factor})
+
+
+def yarn_scaling(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
+    """The YaRN of a file: llama.cpp has the ramp and the attention factor of the paper, where no field says otherwise."""
+    unread = {name for name in own if name.startswith("rope.scaling.")} - {*YARN, "rope.scaling.type", "rope.scaling.finetuned"}
+    if odd := sorted(name for name in unread if own[name] not in (0, 1)):
+        raise ValueError(f"{header.file}: YaRN must have no {', '.join(odd)}, got {shown(own[odd[0]])}. {advice()}")
+    given = {known: own[name] for name, known in YARN.items() if name in own}
+    return {"rope_type": "yarn"} | given
 
 
 def llama3_scaling(header: GgufHeader, own: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -185,6 +185,14 @@ def integer(low: int, high: int) -> Rule:
     return Rule(f"an integer in [{low}, {high}]", lambda value: type(value) is int and low <= value <= high)
 
 
+def whole(low: int, high: int) -> Rule:
+    """An integer in [low, high], or a number without a fraction, as 50.0; true is none."""
+    return Rule(
+        f"a whole number in [{low}, {high}]",
+        lambda value: type(value) in (int, float) and low <= value <= high and value == int(value),
+    )
+
+
 def number(low: float, high: float) -> Rule:
     """A number in (low, high]; true is none."""
     return Rule(f"a number in ({low:g}, {high:g}]", lambda value: type(value) in (int, float) and low < value <= high)

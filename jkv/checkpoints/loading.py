@@ -22,7 +22,7 @@ from jkv.checkpoints.architectures import config_fields, parse_config
 from jkv.checkpoints.cards import card_of, read_card
 from jkv.checkpoints.chat_template import has_chat_template
 from jkv.checkpoints.checkpoint_tensors import joined, stacked_shape, tensor_parts
-from jkv.checkpoints.family import GENERATION, PENALTIES, SAMPLING, UNUSED, UNUSED_CUTS, UNUSED_DRAWS
+from jkv.checkpoints.family import GENERATION, NO_TOKEN, PENALTIES, SAMPLING, UNUSED, UNUSED_CUTS, UNUSED_DRAWS
 from jkv.checkpoints.gguf_files import check_gguf_tensors, gguf_family, is_gguf, read_gguf_config
 from jkv.checkpoints.gguf_header import read_header
 from jkv.checkpoints.gguf_tokenizer import read_gguf_end_ids, read_gguf_tokenizer
@@ -55,6 +55,7 @@ def load(
     mesh: Mesh | None = None,
     split_by_width: bool = False,
     joined: bool | None = None,
+    max_positions: int | None = None,
 ) -> Model:
     """Weights, configuration and tokenizer of a model: a name that `jkv models` lists, a Hugging Face folder, a GGUF file, a
     folder of `jkv.save` (which has no tokenizer), or a name of the hub like `org/name`.
@@ -72,6 +73,9 @@ def load(
     On a GPU without a mesh, a layer's query, key and value become one array, and gate and up another (`jkv.join_weights`).
     `joined=False` turns that off, and `joined=True` does it on any one device.
 
+    With `max_positions`, the model has fewer positions. Where they are at most the original context of LongRoPE, it takes the
+    factors for short texts, as transformers does for a text of that length; with more it takes the long ones at every length.
+
     Raises:
         FileNotFoundError: there is no such model.
         ValueError: the decoder cannot run it, a file is bad, or a mesh does not divide it or shall split joined matrices; the
@@ -84,6 +88,7 @@ def load(
         typed("mesh", mesh, Mesh | None),
         typed("split_by_width", split_by_width, bool),
         typed("joined", joined, bool | None),
+        typed("max_positions", max_positions, int | None),
     )
     if joined and mesh is not None:
         rule = "joined must not be True with a mesh, which splits separate matrices; got both. Leave one out."
@@ -98,7 +103,7 @@ def load(
     folder = folder or fetch(hub_name, SMALL_FILES)
     warn_of_adapter(folder)
     config = read_config(folder)
-    read_end_files(folder, None, config)  # refused before a tokenizer is read, which takes long
+    warn_of_foreign_ends(read_end_files(folder, None), folder, config)
     sampling, tokenizer = read_sampling(folder), read_tokenizer(folder, config)
     end_ids, named = read_end_ids(folder, tokenizer, config), read_end_files(folder, tokenizer, config)
     ends = {index: named[index] for index in end_ids}
@@ -230,11 +235,7 @@ def read_end_files(folder: Path, tokenizer: Any, config: ModelConfig | None = No
         fields = {} if file is None else read_json(file, MAX_SMALL)
         check_fields(fields, GENERATION, str(file))
         check_fields(text := fields.get("text_config") or {}, GENERATION, str(file))  # of a multimodal model
-        ids = next((each["eos_token_id"] for each in (fields, text) if each.get("eos_token_id") is not None), ())
-        ids = dict.fromkeys((ids,) if isinstance(ids, int) else ids)
-        if config is not None and not found and max(ids, default=0) >= config.vocab_size:
-            rule = f"{file}: eos_token_id must be below vocab_size={config.vocab_size}, got {shown(list(ids))}. {CORRECT}"
-            raise refused(rule, eos_token_id="out_of_range")
+        ids = next((ids for each in (fields, text) if (ids := tokens_in(each.get("eos_token_id")))), ())
         for index in ids:
             if config is None or index < config.vocab_size:
                 found[index] = (*found.get(index, ()), name)
@@ -242,6 +243,24 @@ def read_end_files(folder: Path, tokenizer: Any, config: ModelConfig | None = No
     if own is not None and (not found or config is None or own < config.vocab_size):
         found[own] = (*found.get(own, ()), "the tokenizer")
     return found
+
+
+def tokens_in(ids: int | Sequence[int] | None) -> tuple[int, ...]:
+    """The tokens that an `eos_token_id` names: none, one or several; -1 is none."""
+    listed = () if ids is None else (ids,) if isinstance(ids, int) else ids
+    return tuple(index for index in dict.fromkeys(listed) if index != NO_TOKEN)
+
+
+def warn_of_foreign_ends(ends: Mapping[int, Sequence[str]], folder: Path, config: ModelConfig) -> None:
+    """Warns of end tokens that the model cannot draw, because it has fewer tokens."""
+    foreign = {index: names for index, names in ends.items() if index >= config.vocab_size}
+    if foreign:
+        named = ", ".join(f"{index} ({' and '.join(names)})" for index, names in foreign.items())
+        warnings.warn(
+            f"{folder}: an eos_token_id must be below vocab_size={config.vocab_size}, got {named}: no text ends there. Pass "
+            "stop_ids to choose others.",
+            stacklevel=3,
+        )
 
 
 def warn_of_ends(name: str, tokenizer: Any, ends: Mapping[int, Sequence[str]]) -> None:
@@ -274,7 +293,7 @@ def read_sampling(folder: Path) -> Sampling | None:
     if is_greedy:
         return None if penalty == 1 else Sampling(temperature=0.0, repetition_penalty=penalty)
     try:
-        cuts = fields.get("top_p") or 1.0, max(fields.get("top_k") or 0, 0), fields.get("min_p") or 0.0
+        cuts = fields.get("top_p") or 1.0, max(int(fields.get("top_k") or 0), 0), fields.get("min_p") or 0.0
         return Sampling(1.0 if temperature is None else temperature, *cuts, repetition_penalty=penalty)
     except ValueError as error:
         field = (isinstance(error, InputError) and error.field) or "file"

@@ -78,7 +78,7 @@ OWN = {
     "num_active_groups": integer(1, MAX_EXPERTS),
 }
 OF_ROPE = {
-    "kind": one_of(*ROPE_FIELDS),
+    "kind": one_of(*(kind for kind in ROPE_FIELDS if kind != "dynamic")),
     "factor": at_least(1e-6, 1e6),
     "original_max_position": integer(0, MAX_POSITIONS),
     "attention_factor": at_least(0.01, 100),
@@ -129,7 +129,7 @@ def relations(config: ModelConfig) -> list[tuple[bool, str]]:
     c = config
     windows, states, ropeless = c.window_layers, c.state_layers, c.layers_without_rope
     rotated = c.rotary_size or c.head_size
-    layers = {"window_layers": windows, "state_layers": states, "layers_without_rope": ropeless}
+    layers = {"window_layers": windows, "state_layers": states, "layers_without_rope": ropeless, "dense_layers": c.dense_layers}
     odd = [name for name, own in layers.items() if list(own) != sorted({layer for layer in own if layer < c.num_layers})]
     owned = range(c.num_layers - c.num_sharing_layers)
     kinds = {layer in windows for layer in owned} >= {layer in windows for layer in range(c.num_layers)}

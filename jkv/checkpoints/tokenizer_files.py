@@ -38,7 +38,7 @@ from jkv.checkpoints.json_files import (
     read_json,
     shown,
 )
-from jkv.checkpoints.tokenizer import listed, make_tokenizer, steps
+from jkv.checkpoints.tokenizer import content, listed, make_tokenizer, steps
 from jkv.errors import refused
 from jkv.model.params import ModelConfig
 
@@ -112,7 +112,8 @@ def read_tokenizer(folder: Path, config: ModelConfig | None = None) -> Any:
             tokenizer = make_tokenizer(definition, settings, str(folder), added_tokens(fields))
         # Only the largest id of tokenizer.json is known before; the whole vocabulary takes long.
         size = measured(tokenizer, largest, is_known=definition is not None)
-    check_size(size, f"in {folder}", config)
+    is_beyond = config is not None and getattr(tokenizer, "pad_token_id", None) == config.vocab_size
+    check_size(size, f"in {folder}", config, int(is_beyond))
     return tokenizer
 
 
@@ -219,8 +220,19 @@ def check_tokenizer(folder: Path, config: ModelConfig | None = None) -> tuple[di
             largest = max(largest, check_ids(fields[name], str(file)))
         else:
             largest = max(largest, check_settings(fields[name], str(file)))
-    check_size(largest + 1, f"in {folder}", config)
+    check_size(largest + 1, f"in {folder}", config, int(config is not None and pads_beyond(fields, config.vocab_size)))
     return fields, largest
+
+
+def pads_beyond(fields: Mapping[str, Any], vocab_size: int) -> bool:
+    """Whether the padding token is an added one whose id follows the last token of the model, as trainers add it.
+
+    No text has this token, and a prompt that has it is refused.
+    """
+    settings = fields.get("special_tokens_map.json", {}) | fields.get("tokenizer_config.json", {})
+    own = {token.get("id"): token for token in fields.get("tokenizer.json", {}).get("added_tokens") or ()}
+    found = content((own | added_tokens(fields)).get(vocab_size))
+    return found is not None and found == content(settings.get("pad_token"))
 
 
 def check_places(folder: Path) -> None:
@@ -235,9 +247,9 @@ def check_places(folder: Path) -> None:
                 check_template(file.read_bytes().decode("utf-8", "replace"), str(file))
 
 
-def check_size(size: int, place: str, config: ModelConfig | None) -> None:
-    """Refuses a tokenizer whose largest id is `size - 1` for a model with fewer tokens."""
-    if config is not None and size > most_tokens(config):
+def check_size(size: int, place: str, config: ModelConfig | None, more: int = 0) -> None:
+    """Refuses a tokenizer whose largest id is `size - 1` for a model with fewer tokens, of which it may have `more`."""
+    if config is not None and size > most_tokens(config, more):
         foreign = find_family(config.family).num_foreign_tokens
         raise refused(
             f"The tokenizer {place} must have at most vocab_size={config.vocab_size} tokens"
@@ -247,9 +259,9 @@ def check_size(size: int, place: str, config: ModelConfig | None) -> None:
         )
 
 
-def most_tokens(config: ModelConfig) -> int:
+def most_tokens(config: ModelConfig, more: int = 0) -> int:
     """The tokens that a tokenizer of a model may have; the engine refuses prompts with those that the model does not know."""
-    return config.vocab_size + find_family(config.family).num_foreign_tokens
+    return config.vocab_size + max(find_family(config.family).num_foreign_tokens, more)
 
 
 def check_ids(ids: Mapping[str, Any], where: str) -> int:

@@ -5,7 +5,9 @@ Tensors in MXFP4 and in GGUF files are read whole, one at a time, because they a
 """
 
 import contextlib
+import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -18,10 +20,12 @@ from jax.sharding import Mesh, Sharding
 from jkv.checkpoints.architectures import text_tensors
 from jkv.checkpoints.checkpoint_tensors import (
     DTYPES,
+    FP8,
     MXFP4,
     Bounds,
     Origin,
     Part,
+    Stored,
     check_tensors,
     list_files,
     list_tensors,
@@ -31,10 +35,11 @@ from jkv.checkpoints.checkpoint_tensors import (
     with_mxfp4,
 )
 from jkv.checkpoints.families import find_family
+from jkv.checkpoints.fp8_tensors import fp8_block, read_codes, read_fp8, with_fp8
 from jkv.checkpoints.gguf_files import gguf_family, read_gguf_weight, stored_dtype
 from jkv.checkpoints.gguf_header import GgufHeader
-from jkv.checkpoints.json_files import AGAIN, printable
-from jkv.errors import refused
+from jkv.checkpoints.json_files import AGAIN, printable, read_json
+from jkv.errors import InputError, refused
 from jkv.model.eight_bits import coded, quantise_weights
 from jkv.model.joined import filled, joins_by_default
 from jkv.model.params import Codes, ModelConfig, Params
@@ -56,6 +61,7 @@ class Kept(NamedTuple):
     mesh: Mesh | None = None  # None is the default device
     splits_width: bool = False  # whether a mesh splits each expert by its width
     joined: bool | None = None  # whether matrices that multiply the same input are one array; None: on a GPU without a mesh
+    max_positions: int | None = None  # of the model; None is all that it has
 
     def chosen(self, stored: Any) -> "Kept":
         """With the default dtype for weights that are stored in this dtype, if none is given."""
@@ -68,11 +74,21 @@ class Kept(NamedTuple):
         return joins_by_default() and self.mesh is None if self.joined is None else self.joined
 
     def arranged(self, config: ModelConfig) -> ModelConfig:
-        """The configuration with experts that are split as they shall be.
+        """The configuration with experts that are split as they shall be, and the positions that it shall have.
 
         Raises:
-          ValueError: a width to split, and no experts.
+          ValueError: a width to split, and no experts, or more positions than the model has.
         """
+        if self.max_positions is not None:
+            if not 1 <= self.max_positions <= config.max_positions:
+                raise InputError(
+                    "{field} must be from 1 to the {most} positions of the model; got {got}. Correct it, or leave it out.",
+                    field="max_positions",
+                    code="out_of_range",
+                    most=config.max_positions,
+                    got=self.max_positions,
+                )
+            config = dataclasses.replace(config, max_positions=self.max_positions)
         return without_whole_experts(config) if self.splits_width else config
 
     def places(self, config: ModelConfig) -> Params | None:
@@ -116,6 +132,10 @@ def read_weights(folder: Path, config: ModelConfig, kept: Kept, places: Params |
     on_disk = text_tensors(listed, family, str(folder))
     stored = {name: listed[full] for name, full in on_disk.items()}
     stored = with_mxfp4(stored) if family.reads_mxfp4 else stored
+    fields, every = read_json(folder / "config.json"), stored
+    block = fp8_block(fields.get("quantization_config") or fields.get("compression_config") or {})
+    stored = with_fp8(stored, block) if block else stored
+    warn_of_fp8(stored, kept, folder)
     wanted = tensor_parts(config, family.as_stored(stored))
     check_tensors(wanted, stored, config)
     with contextlib.ExitStack() as stack:
@@ -123,6 +143,8 @@ def read_weights(folder: Path, config: ModelConfig, kept: Kept, places: Params |
 
         def read_stored(name: str, index: Index = ()) -> np.ndarray:
             file = listed[on_disk[name]].file
+            if name in stored and stored[name].dtype == FP8:
+                return read_codes(stored[name])
             try:
                 if file not in opened:
                     opened[file] = stack.enter_context(safe_open(file, "numpy"))
@@ -133,16 +155,27 @@ def read_weights(folder: Path, config: ModelConfig, kept: Kept, places: Params |
             except (SafetensorError, OSError) as error:
                 raise refused(f"{file} must be a safetensors file: {printable(error)}. {AGAIN}", file="invalid") from error
 
-        read_whole = one_at_a_time(lambda name: read_mxfp4(read_stored, name))
+        dequantise: dict[str, Callable[[str], np.ndarray]] = {
+            MXFP4: lambda name: read_mxfp4(read_stored, name),
+            FP8: lambda name: read_fp8(read_stored, name, every, block or (0, 0)),
+        }
+        read_whole = one_at_a_time(lambda name: dequantise[stored[name].dtype](name))
 
         def read(name: str, index: Index) -> np.ndarray:
-            return read_whole(name, index) if stored[name].dtype == MXFP4 else read_stored(name, index)
+            return read_whole(name, index) if stored[name].dtype in dequantise else read_stored(name, index)
 
-        kept = kept.chosen(DTYPES[stored[names["embedding"]].dtype])
+        kept = kept.chosen(DTYPES.get(stored[names["embedding"]].dtype, jnp.bfloat16))
         params = read_leaves(config, wanted, read, kept, lambda name: f"{stored[name].file}: {name}", places)
         if config.tie_embeddings and names["unembedding"] in stored:
             check_tied(read_stored, names["embedding"], names["unembedding"], config, stored[names["unembedding"]].file)
     return params
+
+
+def warn_of_fp8(stored: Mapping[str, Stored], kept: Kept, folder: Path) -> None:
+    """Warns that weights in FP8 are kept in another form."""
+    if any(tensor.dtype == FP8 for tensor in stored.values()):
+        form = f"requantised to {kept.weight_dtype}" if kept.weight_dtype else 'dequantised; weight_dtype="fp8" keeps 8 bits'
+        warnings.warn(f"{folder}: weights in FP8 are {form}. Activations are not quantised.", stacklevel=4)
 
 
 def read_gguf_weights(header: GgufHeader, config: ModelConfig, kept: Kept, places: Params | None = None) -> Params:

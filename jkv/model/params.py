@@ -108,6 +108,7 @@ class ModelConfig:
     num_active_experts: int = 0  # of each token
     normalises_experts: bool = False  # whether the weights of a token's experts sum to 1
     num_dense_layers: int = 0  # first layers, which have no experts
+    dense_layers: tuple[int, ...] = ()  # further layers without experts
     dense_width: int = 0  # MLP width of these layers
     shared_width: int = 0  # MLP width of what every token goes through beside its experts; 0 is nothing
     gates_shared: bool = False  # whether a sigmoid of the token multiplies what that block gives
@@ -183,7 +184,8 @@ class ModelConfig:
     @property
     def expert_layers(self) -> tuple[int, ...]:
         """The layers with a mixture of experts."""
-        return tuple(range(self.num_dense_layers, self.num_layers)) if self.num_experts else ()
+        layers = range(self.num_dense_layers, self.num_layers) if self.num_experts else ()
+        return tuple(layer for layer in layers if layer not in self.dense_layers)
 
     @property
     def in_windows(self) -> "ModelConfig":

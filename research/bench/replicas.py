@@ -49,7 +49,7 @@ class Paper:
     def submit(self, items: Sequence[Item]) -> None:
         """Finishes items."""
         for item in items:
-            self._post(Finished(item.number, Completion([1], finish_reason="length"), 1, None))
+            self._post(Finished(item.number, Completion([1], finish_reason="length"), 1))
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: RunStats()

@@ -38,7 +38,7 @@ NONSENSE = {
     "no-epsilon": ({"rms_norm_eps": 0}, "rms_norm_eps must be"),
     "negative-epsilon": ({"rms_norm_eps": -1e-6}, "rms_norm_eps must be"),
     "large-epsilon": ({"rms_norm_eps": 1e6}, "rms_norm_eps must be"),
-    "tied-as-text": ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, got 'false'"),
+    "tied-as-text": ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false or null, got 'false'"),
     "tied-as-number": ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false"),
     "bias-as-text": ({"attention_bias": "no"}, "attention_bias must be true or false"),
     "activation-list": ({"hidden_act": ["silu"]}, "hidden_act must be a string"),
@@ -47,11 +47,10 @@ NONSENSE = {
     "window-true": ({"sliding_window": True}, "sliding_window must be"),
     "layer-types-of-others": ({"layer_types": ["full_attention"] * 3}, "layer_types must have an entry.*, got 3"),
     "layer-types-text": ({"layer_types": "full_attention"}, "layer_types must be a list"),
-    "negative-end": ({"eos_token_id": -1}, "eos_token_id must be"),
+    "negative-end": ({"eos_token_id": -2}, "eos_token_id must be"),
     "end-as-text": ({"eos_token_id": "2"}, "eos_token_id must be"),
     "end-true": ({"eos_token_id": True}, "eos_token_id must be"),
-    "no-ends": ({"eos_token_id": []}, "eos_token_id must be"),
-    "end-outside": ({"eos_token_id": [2, 96]}, r"eos_token_id must be below vocab_size=96, got \[2, 96\]"),
+    "huge-end": ({"eos_token_id": 2**21}, "eos_token_id must be"),
     "factor-zero": ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope_scaling: factor must be a number in .*got 0"),
     "factor-negative": ({"rope_scaling": {"type": "linear", "factor": -2.0}}, "factor must be"),
     "factor-small": ({"rope_scaling": {"type": "linear", "factor": 0.25}}, "factor must be"),
@@ -111,8 +110,35 @@ def test_fields_that_transformers_expands_are_not_passed_on(tmp_path):
     assert checkpoint.read_config(config_folder(tmp_path, **fields)).width == 32
 
 
-@pytest.mark.parametrize("value", ["-1", "96", "true", '"2"', "[]", "[1, null]", "1.0", "{}"])
+@pytest.mark.parametrize("value", ["-2", "true", '"2"', "[1, null]", "1.0", "{}"])
 def test_a_bad_end_token_of_generation_config_is_refused(value, tmp_path):
     golden_copy(tmp_path)
     with_text(tmp_path, "generation_config.json", f'{{"eos_token_id": {value}}}')
     refused(tmp_path, r"generation_config\.json: eos_token_id must be")
+
+
+@pytest.mark.parametrize(("value", "ends"), [([], (7,)), (-1, (7,)), ([-1, 5], (5,)), (None, (7,))], ids=str)
+def test_no_end_token_in_a_file_leaves_those_of_the_next(value, ends, tmp_path):
+    golden_copy(tmp_path, eos_token_id=7)
+    with_text(tmp_path, "generation_config.json", json.dumps({"eos_token_id": value}))
+    assert checkpoint.load(tmp_path).config.end_ids == ends
+
+
+def test_an_end_token_beyond_the_vocabulary_is_named_and_left_out(tmp_path):
+    golden_copy(tmp_path, eos_token_id=[2, 96])
+    with_text(tmp_path, "generation_config.json", json.dumps({"eos_token_id": 100}))
+    with pytest.warns(UserWarning, match=r"below vocab_size=96, got 100 \(generation_config.json\), 96 \(config.json\)"):
+        assert checkpoint.load(tmp_path).config.end_ids == (2,)
+
+
+def test_a_whole_top_k_may_be_written_with_a_point(tmp_path):
+    golden_copy(tmp_path)
+    with_text(tmp_path, "generation_config.json", json.dumps({"do_sample": True, "top_k": 50.0}))
+    assert checkpoint.load(tmp_path).sampling.top_k == 50
+    with_text(tmp_path, "generation_config.json", json.dumps({"do_sample": True, "top_k": 50.5}))
+    refused(tmp_path, "top_k must be a whole number")
+
+
+@pytest.mark.parametrize(("family", "is_tied"), [("llama", False), ("smollm3", True)])
+def test_null_ties_embeddings_as_the_family_does(family, is_tied, tmp_path):
+    assert checkpoint.read_config(config_folder(tmp_path, family, tie_word_embeddings=None)).tie_embeddings is is_tied

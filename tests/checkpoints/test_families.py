@@ -26,7 +26,6 @@ from jkv.checkpoints.family import TENSORS, Family
 FAMILY = Family(
     "made_up",
     "MadeUpForCausalLM",
-    config_type="llama",
     qkv_bias=True,
     layer_prefix="decoder.blocks.{}.",
     tensors=TENSORS

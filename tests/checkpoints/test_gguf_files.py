@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import sys
 import tracemalloc
 
@@ -165,7 +166,7 @@ REFUSED = {
     "theta": ({"llama__rope__freq_base": 0.5}, "rope.freq_base must be .* got 0.5"),
     "experts": ({"llama__expert_count": 8}, r"llama.expert_count must be 0 \(no mixture of experts\), got 8"),
     "window": ({"llama__attention__sliding_window": 64}, "sliding_window must be 0 or at least context_length=256"),
-    "values": ({"llama__attention__value_length": 16}, "value_length must be attention.key_length=8, got 16"),
+    "values": ({"llama__attention__value_length": 16}, "value_length .* must be attention.key_length=8, got 16"),
     "rotary": ({"llama__rope__dimension_count": 4}, "rope.dimension_count must be the head size 8, got 4"),
     "scaled-twice": ({"llama__rope__scaling__type": "linear"}, "rope_freqs.weight must not be there .*'linear'"),
     "table": ({"llama__rope__scaling__original_context_length": 64}, "rope_freqs.weight must be the Llama 3 scaling of 64"),
@@ -181,8 +182,27 @@ def test_what_the_decoder_cannot_do_is_refused(fields, message, tmp_path):
 
 
 def test_other_scalings_are_refused_by_name(tmp_path):
-    with pytest.raises(ValueError, match=r"rope\.scaling\.type must be none or linear, got 'yarn'"):
-        config_of(tmp_path / "model.gguf", "qwen2", qwen2__rope__scaling__type="yarn")
+    with pytest.raises(ValueError, match=r"rope\.scaling\.type must be none, linear or yarn, got 'longrope'"):
+        config_of(tmp_path / "model.gguf", "qwen2", qwen2__rope__scaling__type="longrope")
+    yarn = {"qwen2__rope__scaling__type": "yarn", "qwen2__rope__scaling__factor": 4.0}
+    with pytest.raises(ValueError, match=r"YaRN must have no rope\.scaling\.attn_factor, got 0\.5"):
+        config_of(tmp_path / "model.gguf", "qwen2", **yarn, qwen2__rope__scaling__attn_factor=0.5)
+
+
+def test_yarn_is_read(tmp_path):
+    scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 64, "yarn_beta_fast": 16.0, "attn_factor": 1.0}
+    fields = {f"qwen2__rope__scaling__{name}": value for name, value in scaling.items()}
+    config = config_of(tmp_path / "model.gguf", "qwen2", **fields)
+    factor = 0.1 * math.log(4) + 1
+    assert config.rope_scaling == RopeScaling("yarn", 4.0, original_max_position=64, beta_fast=16.0, attention_factor=factor)
+    assert config.max_positions == 256
+
+
+def test_the_size_of_values_may_be_missing_where_it_is_the_width_of_a_head(tmp_path):
+    file = tmp_path / "model.gguf"
+    assert config_of(file, llama__attention__value_length=None).head_size == 8
+    with pytest.raises(ValueError, match=r"value_length \(or by default the width of a head, 8\) must be .*=16"):
+        config_of(file, "qwen3", qwen3__attention__value_length=None)
 
 
 # Tensors

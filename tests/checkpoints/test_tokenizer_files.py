@@ -7,6 +7,9 @@ import pytest
 
 from jkv.checkpoints import loading as checkpoint
 from jkv.checkpoints.json_files import MAX_BYTES
+from jkv.checkpoints.tokenizer_files import read_tokenizer
+from research.tasks import vocabulary
+from tests.support.checkpoints import golden_copy
 from tests.support.hostile_folders import refused, with_text, with_tokenizer
 
 
@@ -162,3 +165,18 @@ def test_fields_of_the_model_are_not_expanded_to_choose_a_tokenizer(family, tmp_
     with_text(tmp_path, "config.json", json.dumps({"model_type": family, "id2label": ["x"], "num_labels": -(10**12)}))
     found = checkpoint.load_tokenizer(tmp_path)  # a positive number of labels would have no end without the rule
     assert (type(found), found.encode("a=3")) == (type(expected), expected.encode("a=3"))
+
+
+def test_one_padding_token_may_lie_beyond_the_embedding(tmp_path):
+    """As trainers add it without a row of the embedding."""
+    tokenizer = vocabulary.make_tokenizer()
+    golden_copy(tmp_path, vocab_size=vocabulary.SIZE)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    assert tokenizer.pad_token_id == vocabulary.SIZE
+    tokenizer.save_pretrained(tmp_path)
+    config = checkpoint.read_config(tmp_path)
+    assert read_tokenizer(tmp_path, config).pad_token_id == vocabulary.SIZE
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<extra>"]})
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"at most vocab_size={vocabulary.SIZE} tokens, got {vocabulary.SIZE + 2}"):
+        read_tokenizer(tmp_path, config)

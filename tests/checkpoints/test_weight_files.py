@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from jkv.checkpoints import loading as checkpoint
 from tests.support import checkpoint_fuzz
-from tests.support.checkpoints import golden_copy
+from tests.support.checkpoints import assert_equal, change_tensors, golden_copy
 from tests.support.hostile_folders import refused, with_text
 
 
@@ -55,16 +55,52 @@ def test_a_tensor_in_two_shards_is_not_that_of_the_last(tmp_path):
     first, last = (tmp_path / f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
     tensors = load_file(first)
     save_file(load_file(last) | {"model.embed_tokens.weight": -tensors["model.embed_tokens.weight"]}, last)
-    refused(tmp_path, r"model-00002.*model\.embed_tokens\.weight must lie in one file, got it also in model-00001")
+    refused(tmp_path, r"model-00002.*model\.embed_tokens\.weight must be the same in all files, got another in model-00001")
 
 
-def test_one_file_and_an_index_of_others_are_refused(tmp_path):
+def test_a_tensor_may_lie_in_two_shards_if_both_are_equal(tmp_path):
+    golden_copy(tmp_path, "qwen2")
+    expected = checkpoint.load(tmp_path).params
+    first, last = (tmp_path / f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
+    name = "model.embed_tokens.weight"
+    save_file(load_file(last) | {name: load_file(first)[name]}, last)
+    assert_equal(checkpoint.load(tmp_path).params, expected)
+    index = read_index(tmp_path)
+    index["weight_map"][name] = last.name
+    with_text(tmp_path, "model.safetensors.index.json", json.dumps(index))
+    assert_equal(checkpoint.load(tmp_path).params, expected)
+
+
+def test_scales_of_another_engines_cache_are_not_read(tmp_path):
+    def add(tensors):
+        for name in ("k_scale", "v_scale", "k_proj.k_scale", "attn.v_scale"):
+            tensors[f"model.layers.0.self_attn.{name}"] = np.ones(1, np.float32)
+
+    expected = checkpoint.load(golden_copy(tmp_path)).params
+    change_tensors(tmp_path / "model.safetensors", add)
+    assert_equal(checkpoint.load(tmp_path).params, expected)
+
+
+@pytest.mark.parametrize("case", ["llama_scaled", "qwen2"])
+def test_tensors_of_a_model_without_its_head_have_no_prefix(case, tmp_path):
+    expected = checkpoint.load(golden_copy(tmp_path, case)).params
+    tensors = {}
+    for file in tmp_path.glob("*.safetensors"):
+        tensors |= load_file(file)
+        file.unlink()
+    (tmp_path / "model.safetensors.index.json").unlink(missing_ok=True)
+    save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    assert_equal(checkpoint.load(tmp_path).params, expected)
+
+
+def test_one_file_is_read_before_an_index_of_others(tmp_path):
     golden_copy(tmp_path, "qwen2")
     tensors = load_file(tmp_path / "model-00001-of-00002.safetensors") | load_file(
         tmp_path / "model-00002-of-00002.safetensors"
     )
     save_file({name: -tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
-    refused(tmp_path, r"must contain model\.safetensors or .*it has both.*Remove")
+    with pytest.warns(UserWarning, match=r"has model\.safetensors and .*which names model-00001.*as in transformers"):
+        assert float(checkpoint.load(tmp_path).params.embedding[0, 0]) == -float(tensors["model.embed_tokens.weight"][0, 0])
     index = {"weight_map": dict.fromkeys(tensors, "model.safetensors")}  # as other tools write it
     with_text(tmp_path, "model.safetensors.index.json", json.dumps(index))
     assert float(checkpoint.load(tmp_path).params.embedding[0, 0]) == -float(tensors["model.embed_tokens.weight"][0, 0])

@@ -3,6 +3,9 @@
 Run it by hand with torch installed: `python tests/support/make_golden.py [CASE ...]`. Each case is a checkpoint folder with a
 `reference.npz`: `prompt` `[24]`, `prompt_logits` `[24, V]`, `greedy` `[64]` (the tokens of greedy decoding) and `decode_logits`
 `[64, V]` (the logits of each of them). All are float32, with eager attention, one token at a time with a cache.
+
+Further forms of these families are in `tests/support/forms`. There `phi3_short.npz` has the logits of the first 16 tokens
+of the prompt of `phi3_longrope`, its original context.
 """
 
 import itertools
@@ -45,6 +48,7 @@ YARN = {  # of the eight frequencies three are kept, two are on the ramp and thr
     "beta_fast": 2.0,
     "original_max_position_embeddings": 32,
 }
+MINISTRAL = YARN | {"original_max_position_embeddings": 96, "llama_4_scaling_beta": 0.1}  # whose scale is 1 in 88 positions
 LONGROPE = {  # all 88 positions are beyond the 16 of the original context, so transformers too takes the long factors for all
     "rope_type": "longrope",
     "rope_theta": 10_000.0,
@@ -155,6 +159,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # name -> fami
     "glm4_moe_air": ("glm4_moe", GLM | AIR, {"dtype": "bfloat16"}),
     "gpt_oss": ("gpt_oss", WINDOWS | GPT_OSS, {}),
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 16}, {}),
+    "ministral3": ("ministral3", {"head_dim": 16, "rope_parameters": MINISTRAL, "tie_word_embeddings": False}, {}),
     "phi3_longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}, {}),
     "smollm3": ("smollm3", {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": True}, {}),
     "olmo3": ("olmo3", WINDOWS | OLMO3, {}),
@@ -165,6 +170,18 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # name -> fami
     "gemma4_moe": ("gemma4_text", WINDOWS | GEMMA4 | GEMMA4_EXPERTS, {}),
     "gemma4_sharing": ("gemma4_text", WINDOWS | GEMMA4 | GEMMA4_SHARING, {}),
     "phi3": ("phi3", {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}, "tie_word_embeddings": False}, {}),
+}
+
+
+FORMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # the same, for `tests/checkpoints/test_forms.py`
+    "llama_bias": ("llama", {"attention_bias": True, "tie_word_embeddings": False}, {}),
+    "llama_dynamic": ("llama", {"rope_parameters": PLAIN | {"rope_type": "dynamic", "factor": 4.0}}, {}),
+    "qwen3_bias": ("qwen3", {"attention_bias": True, "head_dim": 16}, {}),
+    "qwen3_moe_sparse": (
+        "qwen3_moe",
+        {"head_dim": 16, "num_hidden_layers": 4, "mlp_only_layers": [3], "decoder_sparse_step": 2} | EXPERTS,
+        {},
+    ),
 }
 
 
@@ -227,15 +244,15 @@ def main() -> None:
     """Writes every case, with the first seed whose reference is sensitive."""
     import torch
 
-    for name in sys.argv[1:] or CASES:
-        family, fields, saving = CASES[name]
+    for name in sys.argv[1:] or [*CASES, *FORMS]:
+        family, fields, saving = (CASES | FORMS)[name]
         dtype = saving.get("dtype", "float32")
         for seed in itertools.count():
             model = make_model(family, fields, seed, dtype)
             reference = run(model, np.random.default_rng(seed).integers(0, 94, PROMPT))
             if is_sensitive(reference):
                 break
-        folder = GOLDEN / name
+        folder = (GOLDEN if name in CASES else GOLDEN.with_name("forms")) / name
         shutil.rmtree(folder, ignore_errors=True)
         model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=saving.get("max_shard_size", "1GB"))
         for file in folder.glob("*.safetensors"):

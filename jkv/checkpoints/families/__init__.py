@@ -34,6 +34,7 @@ FAMILIES: dict[str, Family] = {  # by `model_type` of config.json
     "glm4_moe": glm4_moe.FAMILY,
     "gpt_oss": gpt_oss.FAMILY,
     "mistral": mistral.FAMILY,
+    "ministral3": mistral.MINISTRAL,
     "olmo3": olmo3.FAMILY,
     "phi3": phi3.FAMILY,
     "smollm3": smollm3.FAMILY,

@@ -6,7 +6,7 @@ leaves out what is the default of transformers.
 
 from typing import Any
 
-from jkv.checkpoints.family import MAX_LAYERS, TENSORS, THETA, Family, Multimodal
+from jkv.checkpoints.family import MAX_LAYERS, TENSORS, THETA, UNREAD, Family, Multimodal, every, kinds_by
 from jkv.checkpoints.json_files import Rule, at_least, integer, nullable
 from jkv.model.params import ModelConfig
 
@@ -15,14 +15,22 @@ NORMS = {
     "mlp_norm": "pre_feedforward_layernorm.weight",
     "after_mlp_norm": "post_feedforward_layernorm.weight",
 }
+GEGLU = "gelu_pytorch_tanh"
 DEFAULTS = {
     "vocab_size": 262_208,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 256,
     "max_position_embeddings": 131_072,
+    "hidden_activation": GEGLU,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "final_logit_softcapping": None,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,  # of the layers with a window
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
 }
-GEGLU = "gelu_pytorch_tanh"
 CAP = nullable(at_least(0.01, 1e6))
 TEXT_RULES = {  # of Gemma 3 and 4
     "hidden_act": Rule(f"{GEGLU!r}, as hidden_activation", lambda value: value == GEGLU),
@@ -82,7 +90,9 @@ FAMILY = Family(
     ),
     num_foreign_tokens=1,  # <image_soft_token>, in the tokenizer of the 1B and 270M models too
     bias_switches=("attention_bias",),
-    ignored_fields=frozenset({"attention_dropout", "cache_implementation", "_sliding_window_pattern"}),
+    kinds=kinds_by(lambda config, layer: every(config.sliding_window_pattern)(config, layer)),
+    unread_fields=UNREAD,
+    ignored_fields=frozenset({"_sliding_window_pattern"}),
     tensors=TENSORS | NORMS,
     is_read_from_gguf=False,
 )

@@ -4,11 +4,24 @@ Layers with full attention may have no value projection: their values are the pr
 their own and no RoPE. Only a quarter of their pairs of channels turn.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jkv.checkpoints.families.gemma3 import GEGLU, NORMS, PREFIXES, TEXT_RULES
-from jkv.checkpoints.family import EVEN, MAX_EXPERTS, MAX_LAYERS, MAX_VOCAB, TENSORS, Family, Multimodal
+from jkv.checkpoints.family import (
+    EVEN,
+    FULL,
+    MAX_EXPERTS,
+    MAX_LAYERS,
+    MAX_VOCAB,
+    TENSORS,
+    UNREAD,
+    WINDOWED,
+    Family,
+    Multimodal,
+    every,
+    kinds_by,
+)
 from jkv.checkpoints.json_files import SWITCH, Rule, integer, nullable
 from jkv.model.params import ModelConfig
 
@@ -31,6 +44,29 @@ EXPERTS = {
     **dict.fromkeys(("experts.gate", "experts.up"), "experts.gate_up_proj"),
     "experts.down": "experts.down_proj",
 }
+DEFAULTS = {
+    "hidden_activation": GEGLU,
+    "tie_word_embeddings": True,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "num_global_key_value_heads": None,
+    "per_layer_config": None,
+    "attention_k_eq_v": False,
+    "final_logit_softcapping": None,
+    "sliding_window": 512,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262_144,
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "enable_moe_block": False,
+    "num_experts": None,
+    "top_k_experts": None,
+    "moe_intermediate_size": None,
+    "rope_parameters": {
+        WINDOWED: {"rope_type": "default", "rope_theta": 10_000.0},
+        FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    },
+}
 HEADS = {"head_dim": EVEN, "num_key_value_heads": integer(1, 1 << 12)}
 OF_LAYERS = Rule(
     "an object with head_dim and num_key_value_heads of some layers",
@@ -44,17 +80,33 @@ OF_LAYERS = Rule(
 )
 
 
+def kinds(config: Any) -> Sequence[str]:
+    """The kind of attention of each layer; the last has full attention whatever config.json says, as in transformers."""
+    return [*kinds_by(every(6))(config)[:-1], FULL]
+
+
+def heads_of(config: Any, layer: int) -> tuple[int, int]:
+    """The size of a layer's heads, and the number of its KV heads."""
+    own = {"head_dim": config.head_dim, "num_key_value_heads": config.num_key_value_heads}
+    if config.per_layer_config is not None:
+        own |= config.per_layer_config.get(str(layer), {})
+    elif config.layer_types[layer] == FULL:
+        own["head_dim"] = config.global_head_dim
+        if config.attention_k_eq_v and config.num_global_key_value_heads is not None:
+            own["num_key_value_heads"] = config.num_global_key_value_heads
+    return own["head_dim"], own["num_key_value_heads"]
+
+
 def reads(config: Any) -> dict[str, Any]:
     """Switches of `ModelConfig` from a transformers configuration.
 
     Raises:
       ValueError: layers of one kind with different heads, or a part that is not supported.
     """
-    kinds: dict[str, set[tuple[int, int]]] = {"full_attention": set(), "sliding_attention": set()}
+    heads: dict[str, set[tuple[int, int]]] = {FULL: set(), WINDOWED: set()}
     for layer, kind in enumerate(config.layer_types):
-        own = config.per_layer_config[layer]
-        kinds.setdefault(kind, set()).add((own.head_dim, own.num_key_value_heads))
-    several = [kind for kind, heads in kinds.items() if len(heads) > 1]
+        heads.setdefault(kind, set()).add(heads_of(config, layer))
+    several = [kind for kind, found in heads.items() if len(found) > 1]
     if several:
         raise ValueError(f"layers of one kind must have the same heads, got several in {', '.join(several)}")
     owners = config.num_hidden_layers - config.num_kv_shared_layers
@@ -70,7 +122,7 @@ def reads(config: Any) -> dict[str, Any]:
     experts = {name: getattr(config, name) or 0 for name in ("num_experts", "top_k_experts", "moe_intermediate_size")}
     if config.enable_moe_block and not (0 < experts["top_k_experts"] <= experts["num_experts"] and min(experts.values())):
         raise ValueError(f"top_k_experts must be at most num_experts, and all of them positive, got {experts}")
-    (head_size, kv_heads), of_windows = min(kinds["full_attention"]), min(kinds["sliding_attention"], default=(0, 0))
+    (head_size, kv_heads), of_windows = min(heads[FULL]), min(heads[WINDOWED], default=(0, 0))
     return {
         "head_size": head_size,
         "num_kv_heads": kv_heads,
@@ -129,7 +181,7 @@ FAMILY = Family(
     qk_norm=True,
     has_windows=True,
     has_rope_by_kind=True,
-    has_proportional_rope=True,
+    rope_kinds=("default", "linear", "llama3", "longrope", "proportional", "yarn"),
     switches={
         "norms_around": True,
         "norm_offset": 0.0,
@@ -145,7 +197,7 @@ FAMILY = Family(
     | {
         "global_head_dim": EVEN,
         "num_global_key_value_heads": nullable(integer(1, 1 << 12)),
-        "per_layer_config": OF_LAYERS,
+        "per_layer_config": nullable(OF_LAYERS),
         "attention_k_eq_v": SWITCH,
         "use_bidirectional_attention": Rule("null or 'vision': text must be causal", lambda value: value in (None, "vision")),
         "hidden_size_per_layer_input": integer(0, 1 << 16),
@@ -172,7 +224,9 @@ FAMILY = Family(
         ("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
     ),
     bias_switches=("attention_bias",),
-    ignored_fields=frozenset({"attention_dropout"}),
+    kinds=kinds,
+    defaults=DEFAULTS,
+    unread_fields=UNREAD,
     tensors=TENSORS | NORMS | EXPERTS | INPUTS,
     untransposed=frozenset({"experts.gate", "experts.up", "layer_inputs.embedding"}),
     is_read_from_gguf=False,

@@ -4,7 +4,7 @@ The first layers have no experts; in the others every token also goes through a 
 keys of each head, GLM-4.5-Air does not.
 """
 
-from jkv.checkpoints.family import TENSORS, Family
+from jkv.checkpoints.family import TENSORS, UNREAD, Family
 
 EXPERTS = {
     "experts.router": "mlp.gate.weight",
@@ -19,6 +19,18 @@ SHARED = {
     "down": "mlp.shared_experts.down_proj.weight",
 }
 
+DEFAULTS = {
+    "rms_norm_eps": 1e-5,
+    "partial_rotary_factor": 0.5,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "use_qk_norm": False,
+}
+
 FAMILY = Family(
     "glm4_moe",
     "Glm4MoeForCausalLM",
@@ -29,9 +41,9 @@ FAMILY = Family(
     expert_count="n_routed_experts",
     routes_by_sigmoid=True,
     bias_switches=(),
-    ignored_fields=frozenset(
-        {"attention_dropout", "num_mtp_layers", "num_nextn_predict_layers", "output_router_logits", "router_aux_loss_coef"}
-    ),
+    defaults=DEFAULTS,
+    unread_fields=UNREAD - {"partial_rotary_factor"},
+    ignored_fields=frozenset({"num_mtp_layers", "num_nextn_predict_layers"}),
     tensors=TENSORS | EXPERTS,
     tensors_beside_experts=SHARED,
     prediction_tensor="eh_proj.weight",

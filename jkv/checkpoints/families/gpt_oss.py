@@ -4,12 +4,8 @@ The experts of a layer are in one tensor, their gates and ups interleaved by col
 MXFP4 (`jkv.checkpoints.checkpoint_tensors`), which transformers also writes in floats.
 """
 
-from jkv.checkpoints.family import TENSORS, Family
+from jkv.checkpoints.family import TENSORS, UNREAD, Family, every, kinds_by
 
-ATTENTION = {
-    "out_bias": "self_attn.o_proj.bias",
-    "sink": "self_attn.sinks",
-}
 EXPERTS = {
     "experts.router": "mlp.router.weight",
     "experts.router_bias": "mlp.router.bias",
@@ -17,6 +13,22 @@ EXPERTS = {
     **dict.fromkeys(("experts.gate_bias", "experts.up_bias"), "mlp.experts.gate_up_proj_bias"),
     "experts.down": "mlp.experts.down_proj",
     "experts.down_bias": "mlp.experts.down_proj_bias",
+}
+
+DEFAULTS = {
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "attention_bias": True,
+    "sliding_window": 128,
+    "rope_theta": 150_000.0,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
 }
 
 FAMILY = Family(
@@ -32,10 +44,11 @@ FAMILY = Family(
     swiglu_limit=7.0,
     swiglu_alpha=1.702,
     bias_switches=(),
-    ignored_fields=frozenset(
-        {"attention_dropout", "experts_per_token", "initial_context_length", "output_router_logits", "router_aux_loss_coef"}
-    ),
-    tensors=TENSORS | ATTENTION | EXPERTS,
+    kinds=kinds_by(every(2)),
+    defaults=DEFAULTS,
+    unread_fields=UNREAD,
+    ignored_fields=frozenset({"experts_per_token", "initial_context_length"}),
+    tensors=TENSORS | {"sink": "self_attn.sinks"} | EXPERTS,
     interleaved=frozenset({"experts.gate", "experts.up", "experts.gate_bias", "experts.up_bias"}),
     untransposed=frozenset({"experts.down", "experts.gate_bias", "experts.up_bias", "experts.down_bias"}),
     reads_mxfp4=True,

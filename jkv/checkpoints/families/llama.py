@@ -2,4 +2,12 @@
 
 from jkv.checkpoints.family import Family
 
-FAMILY = Family("llama", "LlamaForCausalLM", is_interleaved_in_gguf=True)
+FAMILY = Family(
+    "llama",
+    "LlamaForCausalLM",
+    says_qkv_bias=True,
+    says_out_bias=True,
+    bias_switches=("mlp_bias",),
+    defaults={"num_key_value_heads": None},
+    is_interleaved_in_gguf=True,
+)

@@ -1,6 +1,6 @@
 """OLMo-3 (arXiv 2512.13961): norms after attention and MLP, and over all heads of queries and keys; windows in most layers."""
 
-from jkv.checkpoints.family import TENSORS, Family
+from jkv.checkpoints.family import TENSORS, UNREAD, Family, every, kinds_by
 
 NORMS = {
     "attention_norm": "post_attention_layernorm.weight",
@@ -17,7 +17,9 @@ FAMILY = Family(
     has_windows=True,
     has_rope_by_kind=True,
     bias_switches=("attention_bias",),
-    ignored_fields=frozenset({"attention_dropout"}),
+    kinds=kinds_by(every(4)),
+    defaults={"num_key_value_heads": None, "rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 500_000.0},
+    unread_fields=UNREAD,
     tensors=TENSORS | NORMS,
     is_read_from_gguf=False,
 )

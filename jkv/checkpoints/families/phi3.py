@@ -1,6 +1,6 @@
 """Phi-3 and Phi-4 (arXiv 2404.14219): stacked projections, and an optional partial rotary embedding."""
 
-from jkv.checkpoints.family import TENSORS, Family
+from jkv.checkpoints.family import TENSORS, Family, alike
 
 STACKED = {
     **dict.fromkeys(("query", "key", "value"), "self_attn.qkv_proj.weight"),
@@ -11,7 +11,9 @@ FAMILY = Family(
     "phi3",
     "Phi3ForCausalLM",
     has_partial_rotary=True,
-    attention_kinds=lambda _: {"sliding_attention"},  # in every layer, if config.json has a sliding_window
+    rope_kinds=("default", "longrope"),
+    kinds=alike,
+    defaults={"num_key_value_heads": None, "rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     tensors=TENSORS | STACKED,
     strips_in_gguf=True,
 )

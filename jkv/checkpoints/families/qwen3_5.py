@@ -7,12 +7,12 @@ positions for all sections of their RoPE (`mrope_section`), which is then plain.
 
 from typing import Any
 
-from jkv.checkpoints.family import MAX_LAYERS, SHARE, TENSORS, Family, Multimodal
+from jkv.checkpoints.family import FULL, MAX_LAYERS, SHARE, TENSORS, UNREAD, Family, Multimodal, every, kinds_by
 from jkv.checkpoints.json_files import Rule, integer, nullable
 from jkv.model.delta_weights import DeltaNet
 from jkv.model.params import ModelConfig
 
-RECURRENT, FULL = "linear_attention", "full_attention"  # kinds of layers
+RECURRENT = "linear_attention"  # a kind of layers
 SIZES = {  # field of `DeltaNet` -> field of config.json
     "num_key_heads": "linear_num_key_heads",
     "num_value_heads": "linear_num_value_heads",
@@ -30,6 +30,18 @@ DELTA = {
     "delta.gate": "linear_attn.in_proj_z.weight",
     "delta.norm": "linear_attn.norm.weight",
     "delta.out": "linear_attn.out_proj.weight",
+}
+
+
+DEFAULTS = {
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
 }
 
 
@@ -98,8 +110,11 @@ FAMILY = Family(
         ("model.visual.", "mtp."),  # mtp.: a head that predicts several tokens
     ),
     bias_switches=("attention_bias",),
-    attention_kinds=lambda config: {*config.layer_types} - {RECURRENT},
-    ignored_fields=frozenset({"attention_dropout", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}),
+    kinds=kinds_by(lambda config, layer: every(config.full_attention_interval, RECURRENT)(config, layer)),
+    state_kind=RECURRENT,
+    defaults=DEFAULTS,
+    unread_fields=UNREAD - {"partial_rotary_factor"},
+    ignored_fields=frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}),
     tensors=TENSORS | DELTA,
     untransposed=frozenset({"delta.query_taps", "delta.key_taps", "delta.value_taps"}),
     is_read_from_gguf=False,

@@ -1,6 +1,6 @@
-"""Qwen3 with a mixture of experts in every layer (arXiv 2505.09388), such as Qwen3-30B-A3B."""
+"""Qwen3 with a mixture of experts in every layer or in some (arXiv 2505.09388), such as Qwen3-30B-A3B."""
 
-from jkv.checkpoints.family import TENSORS, Family
+from jkv.checkpoints.family import TENSORS, Family, alike
 
 EXPERTS = {
     "experts.router": "mlp.gate.weight",
@@ -12,9 +12,14 @@ EXPERTS = {
 FAMILY = Family(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
+    says_qkv_bias=True,
+    says_out_bias=True,
     qk_norm=True,
     has_experts=True,
-    attention_kinds=lambda _: {"sliding_attention"},  # in every layer, if config.json has a sliding_window and uses it
+    has_window_switch=True,
+    bias_switches=("mlp_bias",),
+    kinds=alike,
+    defaults={"sliding_window": 4096, "norm_topk_prob": False},
     tensors=TENSORS | EXPERTS,
     is_read_from_gguf=False,
 )
