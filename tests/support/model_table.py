@@ -54,14 +54,14 @@ class Collector:
 
 
 def claim_of(given: dict[str, Any], column: str, *, model: str | None = None, value: str | None = None) -> Claim:
-    """What a test with these parameters shows: by its parameter `golden`, or `model`, or the model that its mark names."""
+    """What a test with these parameters shows: by its parameter `golden`, `model` or `shape`, or by the model that its mark names."""
     if column not in COLUMNS:
         raise ValueError(f"A column must be one of {COLUMNS}; got {column!r}. Correct the mark.")
     of_value = "" if value is None else str(given[value])
     if "golden" in given:
         checkpoint = str(given["golden"])
         return Claim(family_of(checkpoint), checkpoint, column, of_value)
-    return Claim(find_shape(model or given["model"])[1].family, "", column, of_value)
+    return Claim(find_shape(model or given.get("model") or given["shape"])[1].family, "", column, of_value)
 
 
 def family_of(checkpoint: str) -> str:
