@@ -26,7 +26,7 @@ from jkv.checkpoints.family import GENERATION, NO_TOKEN, PENALTIES, SAMPLING, UN
 from jkv.checkpoints.gguf_files import check_gguf_tensors, gguf_family, is_gguf, read_gguf_config
 from jkv.checkpoints.gguf_header import read_header
 from jkv.checkpoints.gguf_tokenizer import read_gguf_end_ids, read_gguf_tokenizer
-from jkv.checkpoints.json_files import CORRECT, Folder, check_fields, find_file, read_json, shown
+from jkv.checkpoints.json_files import CORRECT, OBJECT, Folder, check_fields, find_file, nullable, read_json, shown
 from jkv.checkpoints.saved_weights import is_saved, read_saved, restore_as
 from jkv.checkpoints.tokenizer_files import read_tokenizer
 from jkv.checkpoints.weight_reading import Kept, float_dtype, read_gguf_weights, read_weights
@@ -233,7 +233,7 @@ def read_end_files(folder: Path, tokenizer: Any, config: ModelConfig | None = No
     for name in ("generation_config.json", "config.json"):
         file = find_file(folder / name)
         fields = {} if file is None else read_json(file, MAX_SMALL)
-        check_fields(fields, GENERATION, str(file))
+        check_fields(fields, GENERATION | {"text_config": nullable(OBJECT)}, str(file))
         check_fields(text := fields.get("text_config") or {}, GENERATION, str(file))  # of a multimodal model
         ids = next((ids for each in (fields, text) if (ids := tokens_in(each.get("eos_token_id")))), ())
         for index in ids:

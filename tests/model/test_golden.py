@@ -85,9 +85,10 @@ def test_rows_are_those_of_each_by_itself_and_replay_gives_their_log_probabiliti
 @pytest.mark.parametrize("kv_dtype", FORMATS)
 def test_quantised_pages_are_replayed(golden, kv_dtype):
     model, prompt = golden
-    out = run(model, [prompt], "r_kv", kv_dtype=kv_dtype)
+    out = run(model, [prompt[first:] for first in range(3)], "r_kv", kv_dtype=kv_dtype)
     replayed = apart(model, out)
+    # A number at the border of two codes may get the other one, which moves all later tokens of its row.
     assert np.percentile(replayed, 50) <= 1e-5
-    assert np.percentile(replayed, 90) <= 1e-3  # a number at the border of two codes may get the other one
+    assert np.percentile(replayed, 90) <= 1e-3
     plain = np.asarray(jkv.score(model, out, trace=out.trace.replace(kv_format=None)).logprobs)
     assert np.percentile(np.abs(plain - out.logprobs), 50) > 20 * np.percentile(replayed, 50)  # pages were quantised

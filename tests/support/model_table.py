@@ -54,7 +54,7 @@ class Collector:
 
 
 def claim_of(given: dict[str, Any], column: str, *, model: str | None = None, value: str | None = None) -> Claim:
-    """What a test with these parameters shows: by its parameter `golden`, `model` or `shape`, or by the model that its mark names."""
+    """What a test with these parameters shows: by its `golden`, `model` or `shape`, or by the model that its mark names."""
     if column not in COLUMNS:
         raise ValueError(f"A column must be one of {COLUMNS}; got {column!r}. Correct the mark.")
     of_value = "" if value is None else str(given[value])
