@@ -39,6 +39,7 @@ from jkv.checkpoints.fp8_tensors import fp8_block, read_codes, read_fp8, with_fp
 from jkv.checkpoints.gguf_files import gguf_family, read_gguf_weight, stored_dtype
 from jkv.checkpoints.gguf_header import GgufHeader
 from jkv.checkpoints.json_files import AGAIN, printable, read_json
+from jkv.checks import shown
 from jkv.errors import InputError, refused
 from jkv.model.eight_bits import coded, quantise_weights
 from jkv.model.joined import filled, joins_by_default
@@ -112,9 +113,13 @@ def computes_in_float32() -> bool:
 
 def float_dtype(dtype: Any) -> np.dtype:
     """The dtype of weights, checked."""
-    if jnp.dtype(dtype) not in DTYPES.values():
-        raise refused(f"dtype must be one of float32, float16, bfloat16; got {jnp.dtype(dtype)}.", dtype="unknown_name")
-    return jnp.dtype(dtype)
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found not in DTYPES.values():
+        raise refused(f"dtype must be float32, bfloat16 or float16; got {shown(found or dtype)}.", dtype="unknown_name")
+    return found
 
 
 # From files

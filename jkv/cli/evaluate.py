@@ -11,6 +11,7 @@ from jkv.checks import check_counts, words
 from jkv.cli.inputs import LOOKS, can_draw, load_model, make_folder
 from jkv.cli.options import (
     CONTRASTS,
+    DTYPE,
     KV_DTYPE,
     MAX_RUNNING,
     MESH,
@@ -80,6 +81,7 @@ OPTIONS = (
     PAGE_SIZE,
     Option("kv_memory", int, None, "bytes of the pool; default: what the rows need"),
     KV_DTYPE,
+    DTYPE,
     WEIGHT_DTYPE,
     MESH,
 )
@@ -132,7 +134,7 @@ def run_locked(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     chosen["settings"] = with_settings(chosen["settings"], chosen["policies"], read_settings(None, options.set))
     check_policies(chosen)
     check_contrasts(chosen["contrasts"], chosen["policies"])
-    load = functools.cache(lambda: load_model(str(chosen["model"]), chosen["weight_dtype"], chosen["mesh"]))
+    load = functools.cache(lambda: load_model(str(chosen["model"]), chosen["dtype"], chosen["weight_dtype"], chosen["mesh"]))
     questions = read_questions(chosen)
     sampling = Sampling(**{field: chosen[field] for field in SAMPLING_FIELDS})
     ks = check_ks(chosen["pass_at"], chosen["samples"])

@@ -53,12 +53,12 @@ FLAG = re.compile(r"--[a-z][a-z0-9-]*(=.*)?", flags=re.DOTALL)
 LOOKS: dict[str, Any] = {"epilog": EXAMPLES, "formatter_class": argparse.RawDescriptionHelpFormatter}
 
 
-def load_model(name: str, weight_dtype: str | None, mesh: str | None, replicas: bool = True) -> Any:
+def load_model(name: str, dtype: str | None, weight_dtype: str | None, mesh: str | None, replicas: bool = True) -> Any:
     """The model of a command, on the mesh of its `--mesh`, which engines then run on; one alone without `replicas`."""
     from jkv.checkpoints import loading as checkpoint
     from jkv.engine.mesh import read_mesh
 
-    return checkpoint.load(name, weight_dtype=weight_dtype, mesh=None if mesh is None else read_mesh(mesh, replicas))
+    return checkpoint.load(name, dtype, weight_dtype, mesh=None if mesh is None else read_mesh(mesh, replicas))
 
 
 def sampling_of(options: argparse.Namespace, own: Any) -> Any:

@@ -143,6 +143,7 @@ DEVICE_PAGE_SIZE = Option("page_size", int, None, "slots of a page; default: 128
 KV_DTYPE = Option(
     "kv_dtype", str, None, "int8 or fp8 keeps keys and values in 8 bits, int4 in 4, kvarn in 4 and 2; default: as the weights"
 )
+DTYPE = Option("dtype", str, None, "float32, bfloat16 or float16; default: float32 on a CPU and a GPU without bfloat16")
 WEIGHT_DTYPE = Option("weight_dtype", str, None, "int8 or fp8 keeps the model's matrices in 8 bits; default: as they are")
 ONE_MESH = Option(
     "mesh", str, None, "splits the model and its cache over N devices; default: one device", more={"metavar": "tensor=N"}
@@ -182,6 +183,7 @@ ENGINE = (  # a model, a policy and how it decodes
     SEED,
     MAX_NEW_TOKENS,
     DEVICE_PAGE_SIZE,
+    DTYPE,
     WEIGHT_DTYPE,
     MESH,
     KV_DTYPE,

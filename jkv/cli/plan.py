@@ -9,6 +9,7 @@ from jkv.cli.inputs import LOOKS, check_target, sampling_of
 from jkv.cli.options import (
     BUDGET,
     DEVICE_PAGE_SIZE,
+    DTYPE,
     KV_DTYPE,
     POLICY,
     SET,
@@ -32,7 +33,7 @@ OPTIONS = (
     Option("batch", int, None, "rows decoded together; default: as many as fit"),
     *sampling_options(temperature=1, top_p=0.95),
     DEVICE_PAGE_SIZE,
-    Option("dtype", str, None, "of weights and cache; default: float32 on a CPU, bfloat16 elsewhere"),
+    DTYPE,
     WEIGHT_DTYPE,
     KV_DTYPE,
     Option("num_devices", int, 1, "that KV heads are split over"),

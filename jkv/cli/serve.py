@@ -12,6 +12,7 @@ from jkv.cli.inputs import LOOKS, load_model
 from jkv.cli.options import (
     BUDGET,
     DEVICE_PAGE_SIZE,
+    DTYPE,
     KERNELS,
     KV_DTYPE,
     MAX_RUNNING,
@@ -58,6 +59,7 @@ OPTIONS = (
     Option("kv_memory", str, None, 'bytes of the pool, or "auto" for the free memory; default: full rows', number_or_text),
     Option("chunk", int, 16, "decode steps between two events of a stream"),
     DEVICE_PAGE_SIZE,
+    DTYPE,
     WEIGHT_DTYPE,
     ONE_MESH,
     KV_DTYPE,
@@ -123,7 +125,7 @@ def run(options: argparse.Namespace) -> int:
     )
     policy = make(server_options.policy, settings)
     place = listen(options.host, options.port)
-    model = load_model(options.model, options.weight_dtype, options.mesh, replicas=False)
+    model = load_model(options.model, options.dtype, options.weight_dtype, options.mesh, replicas=False)
     positions, is_sealed = model.config.max_positions, options.kv_dtype in SEALED
     engine = Engine(
         model,

@@ -15,6 +15,7 @@ from jkv import notebook
 from jkv.cache import default_page_size
 from jkv.cache.slot_size import slot_size
 from jkv.checkpoints.model_shapes import find_shape
+from jkv.checkpoints.weight_reading import float_dtype
 from jkv.checks import check_counts, out_of_range, size, typed
 from jkv.engine.memory import state_bytes
 from jkv.engine.options import EngineOptions
@@ -187,13 +188,7 @@ def plan(
 def dtype_of(model: Any, device: Device, dtype: Any) -> Any:
     """The dtype of weights and cache."""
     if dtype is not None:
-        try:
-            dtype = jnp.dtype(dtype)
-        except TypeError:
-            raise refused(f"dtype must be float32, bfloat16 or float16; got {dtype!r}.", dtype="unknown_name") from None
-        if dtype.name not in ("float32", "bfloat16", "float16"):
-            raise refused(f"dtype must be float32, bfloat16 or float16; got {dtype.name}.", dtype="unknown_name")
-        return dtype
+        return float_dtype(dtype)
     if isinstance(model, Model | Params):
         return (model.params if isinstance(model, Model) else model).embedding.dtype
     return jnp.dtype(jnp.float32 if device.platform == "cpu" or device.is_old_gpu else jnp.bfloat16)
