@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
     """Measures, prints the ranking and what follows from it, and writes it."""
     from jkv.checkpoints import loading as checkpoint
     from jkv.checks import check_counts
-    from jkv.evaluation.choose import choose, ranked_names
+    from jkv.evaluation.choose import check_names, check_sources, choose, ranked_names
     from jkv.evaluation.problems import put
     from jkv.reports import about, write
     from jkv.text_files import read_text
@@ -80,15 +80,19 @@ def run(options: argparse.Namespace) -> int:
     check_counts(count=chosen["count"])
     names = chosen["policies"] or ranked_names(chosen["settings"])
     settings = with_settings(chosen["settings"], names, read_settings(None, options.set))
+    check_names(names, settings)
     text = None if chosen["texts"] is None else read_text(Path(chosen["texts"]))
     questions = None
     asked = {name: chosen[name] for name in ASKED} | {"dataset": chosen["problems"], "problems": chosen["count"]}
     asked = defaults_of(PROBLEMS) | asked
     if chosen["problems"] is not None:
         questions = read_questions(asked)
+    check_sources(text, questions)
     if options.out:
         make_folder(options.out)
-    record = {"about": about(f"jkv choose {chosen['model']}"), "chosen": {name: str(value) for name, value in chosen.items()}}
+    source = next(f" --{name} {Path(chosen[name]).name}" for name in ("texts", "problems") if chosen[name] is not None)
+    command = f"jkv choose {Path(str(chosen['model'])).name}{source}"
+    record = {"about": about(command), "chosen": {name: str(value) for name, value in chosen.items()}}
     model = checkpoint.load(str(chosen["model"]))
     problems = None
     if questions is not None:

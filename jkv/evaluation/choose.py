@@ -155,11 +155,12 @@ class Choice:
 
     @property
     def _table(self) -> str:
-        mean, lines = sum(self.lengths) / len(self.lengths), []
-        for row in self.rows:
-            slots, held = f"{row.budget} ({row.budget / mean:.1%})", size(row.budget * self.slot.whole)
-            lines.append((slots, held, row.name, with_interval(row.loss), "=" if row.is_tied else ""))
-        return markdown(("slots", "a row", "policy", "loss, nats a token", ""), lines)
+        mean = sum(self.lengths) / len(self.lengths)
+        budgets = [row.budget for row in self.best]
+        columns = [f"{budget} slots ({budget / mean:.1%}), {size(budget * self.slot.whole)}" for budget in budgets]
+        cells = {(row.name, row.budget): with_interval(row.loss) + " =" * row.is_tied for row in self.rows}
+        names = dict.fromkeys(row.name for row in self.rows)
+        return markdown(("policy", *columns), [(name, *(cells.get((name, one), "") for one in budgets)) for name in names])
 
     @property
     def _advice(self) -> list[str]:
@@ -178,7 +179,10 @@ class Choice:
         if self.is_within:
             said.append(f"{loss}, with its interval at most the tolerance of {self.tolerance:g}.")
         else:
-            said.append(f"{loss}, which is more than the tolerance of {self.tolerance:g}: too small. Give more slots.")
+            said.append(
+                f"{loss}, and its interval goes beyond the tolerance of {self.tolerance:g}: too small a budget, or too few "
+                "texts."
+            )
         if (found := self.answers) is not None:
             said.append(
                 f"Of {counted(found.problems, 'problem')}, the full cache answers {found.full} right, and {best.name} "
@@ -252,9 +256,7 @@ def choose(
         problems, whose answers have unknown lengths, all but the budgets are checked before.
       TypeError: an unknown option of the engine.
     """
-    if (texts is None) == (problems is None):
-        both = "neither" if texts is None else "both"
-        raise InputError("choose takes {field} or {other}; got {got}.", field="texts", other="problems", got=both)
+    check_sources(texts, problems)
     if model.tokenizer is None:
         raise InputError("{field} needs a tokenizer to read texts; {name} has none.", field="model", name=model.name)
     check_counts(count=count, length=length, prompt=prompt, interval=interval, max_new_tokens=max_new_tokens)
@@ -344,6 +346,13 @@ def ranked_names(settings: dict[str, dict[str, Any]]) -> list[str]:
     return [name for name in names if takes_budget(name, settings) and build(name, LARGE, settings).budget is not None]
 
 
+def check_sources(texts: Any, problems: Any) -> None:
+    """Refuses both texts and problems, and neither."""
+    if (texts is None) == (problems is None):
+        both = "neither" if texts is None else "both"
+        raise InputError("choose takes {field} or {other}; got {got}.", field="texts", other="problems", got=both)
+
+
 def check_names(names: Sequence[str], settings: dict[str, dict[str, Any]]) -> None:
     """Refuses policies that no budget makes small, and settings that they do not have."""
     for name in names:
@@ -400,7 +409,11 @@ def scored_whole(prompt: list[int], rest: list[int]) -> Probe:
 def runs_of(
     names: Sequence[str], budgets: Sequence[int], settings: dict[str, dict[str, Any]], longest_prompt: int
 ) -> tuple[dict[str, list[Policy]], list[str]]:
-    """The versions of each policy, one for each budget that it takes, and in words those that are left out."""
+    """The versions of each policy, one for each budget that it takes, and in words those that are left out.
+
+    Raises:
+      InputError: no policy takes any of the budgets.
+    """
     runs: dict[str, list[Policy]] = {}
     left_out = []
     for name in names:
@@ -415,6 +428,8 @@ def runs_of(
                 left_out.append(f"Without {name} at {budget} slots: it keeps the prompt, which has {longest_prompt} tokens.")
             else:
                 runs.setdefault(name, []).append(policy)
+    if not runs:
+        raise InputError("{field} must be large enough for a policy. {reason}", field="budgets", reason=left_out[0])
     return runs, left_out
 
 

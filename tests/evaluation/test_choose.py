@@ -181,6 +181,7 @@ def test_all_policies_that_need_no_file_are_ranked_and_those_that_settings_compl
         ("memory", {"memory": "1GB"}, "nothing is evicted"),
         ("budgets", {"budgets": [4_000]}, "nothing is evicted"),
         ("budgets", {"budgets": []}, "at least one"),
+        ("budgets", {"budgets": [20], "policies": [], "settings": {"random": {"sinks": 40}}}, "Without random at 20 slots"),
     ],
     ids=lambda value: value if isinstance(value, str) else ",".join(map(str, value)),
 )
