@@ -6,6 +6,9 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
+from jkv.evaluation.choose import BASELINE
 from jkv.evaluation.oracles import ORACLE
 from jkv.evaluation.probe import Reading, rows_of
 from jkv.policies import POLICIES
@@ -69,6 +72,19 @@ def policies_by_task(*records: Mapping[str, Any]) -> str:
     return markdown(("policy", *columns), lines)
 
 
+def choices(*records: Mapping[str, Any]) -> str:
+    """What `jkv choose` found in each record at each budget: the best policy, those that are not worse, and random slots."""
+    lines = []
+    for record in records:
+        for budget in dict.fromkeys(row["budget"] for row in record["rows"]):
+            rows = [row for row in record["rows"] if row["budget"] == budget]
+            (base,) = (row for row in rows if row["name"] == BASELINE)
+            first, *tied = (f"`{row['name']}`" for row in rows if row["is_tied"])
+            losses = [with_interval(np.array(row["loss"])) for row in (rows[0], base)]
+            lines.append((record["model"], budget, first, ", ".join(tied), *losses))
+    return markdown(("model", "slots", "best", "not worse", "its loss, nats a token", "random slots"), lines)
+
+
 ACCURACIES = (
     "chains, tiny-reasoner, half of the slots",
     "the same, a quarter",
@@ -80,6 +96,7 @@ EXCERPTS: dict[str, tuple[tuple[str, ...], Callable[..., str]]] = {  # the names
     "gpu-stress": (("device-nvidia-h200",), stress_of_a_gpu),
     "chat-model-speed": (("peers",), speed_of_a_chat_model),
     "chat-model-losses": (("probe-smollm2",), losses_of_a_chat_model),
+    "choices": (("choose-tiny-reasoner", "choose-smollm2-135m"), choices),
     "policies-by-task": (
         (
             "all-tiny-reasoner",
