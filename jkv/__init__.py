@@ -1,7 +1,7 @@
 """Reasoning models with a compressed, paged KV cache, in JAX.
 
     model = jkv.load("tiny-reasoner")
-    out = jkv.generate(model, "b=3;c=7;d=b*c;?d", policy=jkv.r_kv(budget=128))
+    out = jkv.generate(model, "b=3;c=7;d=b*c;?d", policy=jkv.lag_kv(budget=96))
 
 Shapes are written in one alphabet everywhere (that of `jax.nn.dot_product_attention`, extended):
 
@@ -37,6 +37,7 @@ from jkv.engine.requests import RequestOptions
 from jkv.engine.results import Result
 from jkv.engine.service import Service
 from jkv.errors import InputError
+from jkv.evaluation.choose import Choice, choose
 from jkv.eviction import (
     AfterPrompt,
     CacheView,
@@ -79,6 +80,7 @@ __all__ = [
     "AfterPrompt",
     "Analysis",
     "CacheView",
+    "Choice",
     "Device",
     "EachStep",
     "Engine",
@@ -115,6 +117,7 @@ __all__ = [
     "foresee",
     "recall",
     "chain",
+    "choose",
     "evict_by",
     "generate",
     "join_weights",

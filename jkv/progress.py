@@ -1,9 +1,10 @@
-"""The bar of finished samples that `generate`, `Rollout` and `jkv eval` show."""
+"""The bars that `generate`, `Rollout`, `jkv eval` and `jkv choose` show."""
 
 import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from jkv.engine.outputs import Event
 
@@ -11,18 +12,22 @@ DRAW_SECONDS = 0.2  # between two drawings
 
 
 @contextlib.contextmanager
-def progress_bar(num_samples: int, progress: bool | None, title: str = "generate") -> Iterator[Callable[[list[Event]], None]]:
-    """A bar of finished samples, with tokens a second; with `progress=None`, only the main thread shows one.
-
-    Its clock starts after the first turn, in which the programs are compiled.
-    """
+def bar_of(total: int, unit: str, title: str, progress: bool | None) -> Iterator[Any]:
+    """A bar (tqdm's) that goes away at its end; with `progress=None`, only the main thread shows one, in a terminal."""
     from tqdm.auto import tqdm
 
     is_main = threading.current_thread() is threading.main_thread()
     disable = not progress if progress is not None else (None if is_main else True)
+    with tqdm(total=total, unit=unit, desc=title, disable=disable, leave=False) as bar:
+        yield bar
+
+
+@contextlib.contextmanager
+def progress_bar(num_samples: int, progress: bool | None, title: str = "generate") -> Iterator[Callable[[list[Event]], None]]:
+    """A bar of finished samples, with tokens a second; its clock starts after the first turn, which compiles the programs."""
     began = drawn = 0.0
     num_tokens = 0
-    with tqdm(total=num_samples, unit="sample", desc=f"{title}: compiling", disable=disable, leave=False) as bar:
+    with bar_of(num_samples, "sample", f"{title}: compiling", progress) as bar:
 
         def show(events: list[Event]) -> None:
             nonlocal began, drawn, num_tokens

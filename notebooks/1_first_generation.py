@@ -106,7 +106,7 @@ assert small.stats.peak_kv_bytes < full.stats.peak_kv_bytes
 
 # %%
 prompts = [problem, "x=4;y=9;z=x-y;w=z*x;v=w+y;u=v-z;?u"]
-policies = [jkv.full(), jkv.streaming_llm(budget=96, interval=16)]
+policies = [jkv.full(), jkv.lag_kv(budget=128, interval=16)]
 out = jkv.generate(model, prompts, policy=policies)
 for sample, chosen, text in zip(out.samples, policies, out.text, strict=True):
     print(f"{chosen.name:>14}: {sample.evicted:5.0f} evicted, {sample.peak_kv_bytes:,} bytes at most, {text.splitlines()[-1]}")

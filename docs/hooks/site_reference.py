@@ -139,6 +139,8 @@ GROUPS: Mapping[str, Group] = {
         "Analysis and pictures",
         "How much traces repeat, and pictures for notebooks and files. [Evaluation](../evaluation.md) is the guide.",
         (
+            "jkv.choose",
+            "jkv.Choice",
             "jkv.analyze",
             "jkv.calibrate",
             "jkv.recall",

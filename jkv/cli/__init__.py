@@ -17,6 +17,7 @@ from jkv.cli import (
     bench,
     calibrate,
     chat,
+    choose,
     evaluate,
     foresee,
     generate,
@@ -32,7 +33,10 @@ from jkv.cli.errors import run_safely
 from jkv.cli.inputs import LOOKS, examples_of, expand_flags
 from jkv.limits import check_numbers
 
-COMMANDS = (generate, chat, serve, evaluate, analyze, recall, probe, plan, bench, steer, calibrate, foresee, policies, models)
+COMMANDS = (
+    *(generate, chat, serve, choose, evaluate, analyze, recall, probe),
+    *(plan, bench, steer, calibrate, foresee, policies, models),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,12 +15,12 @@ from jkv.errors import refused
 EXAMPLES = """\
 examples:
   jkv generate "b=3;c=7;d=b*c;e=d+b;?e"
-  jkv generate "b=3;c=7;d=b*c;e=d+b;?e" --policy r_kv --budget 64 --interval 16 --window 4
-  jkv generate "b=3;c=7;d=b*c;e=d+b;?e" --policy r_kv --budget 64 --html kept.html
+  jkv generate "b=3;c=7;d=b*c;e=d+b;?e" --policy lag_kv --budget 96 --interval 16
+  jkv generate "b=3;c=7;d=b*c;e=d+b;?e" --policy lag_kv --budget 96 --html kept.html
   jkv generate "What is a KV cache?" --chat --model FOLDER --policy r_kv --budget 1024
   jkv chat --model FOLDER --policy r_kv --budget 1024
   jkv chat --url http://127.0.0.1:8000
-  jkv serve tiny-reasoner --policy r_kv --budget 128 --port 8000
+  jkv serve tiny-reasoner --policy lag_kv --budget 128 --port 8000
   jkv generate --file prompts.txt --policy streaming_llm --budget 128 --out completions.jsonl
   jkv eval --config configs/experiments/tiny.toml --out results
   jkv analyze completions.jsonl --model tiny-reasoner
@@ -31,6 +31,8 @@ examples:
   jkv generate "b=3;c=7;d=b*c;e=d+b;?e" --policy tri_attention --budget 128 --statistics queries.safetensors
   jkv foresee --out foresight.safetensors
   jkv generate "b=3;c=7;d=b*c;e=d+b;?e" --policy foresight --budget 64 --network foresight.safetensors
+  jkv choose FOLDER --texts notes.txt
+  jkv choose FOLDER --problems problems.jsonl --memory 64MB
   jkv recall --policies r_kv,h2o,cur --budgets 25%
   jkv probe --config configs/experiments/probe-smollm2.toml --out results
   jkv generate "b=3;c=7;d=b*c;e=d+b;?e" --policy reason_cache --percentile 100 --page-size 4
@@ -149,6 +151,7 @@ def passages(model: Any, text: Path | None, count: int, length: int, prompt: int
     Raises:
       ValueError: a file with fewer tokens, or a model without a tokenizer.
     """
+    from jkv.evaluation.probe_texts import passages_of
     from jkv.text_files import read_text
 
     need_tokenizer(model.tokenizer, "Text is read as tokens")
@@ -161,8 +164,7 @@ def passages(model: Any, text: Path | None, count: int, length: int, prompt: int
     if len(tokens) < count * length:
         rule = f"{text} must hold {count} passages of {length} tokens; it has {len(tokens):,}. Lower --passages or --length."
         raise refused(rule, text="does_not_fit")
-    starts = [i * (len(tokens) - length) // max(count - 1, 1) for i in range(count)]
-    return [(tokens[i : i + prompt], tokens[i + prompt : i + length]) for i in starts]
+    return [(part[:prompt], part[prompt:]) for part in passages_of(tokens, count, length)]
 
 
 def own_traces(model: Any, count: int) -> list[tuple[list[int], list[int]]]:

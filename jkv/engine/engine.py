@@ -58,7 +58,7 @@ class Engine:
     """Runs any number of requests on `max_running` rows over one pool, refilling rows as they finish.
 
         engine = jkv.Engine(model, max_running=8, max_slots=1024)
-        ticket = engine.submit("b=3;c=7;d=b*c;?d", policy=jkv.r_kv(budget=128))
+        ticket = engine.submit("b=3;c=7;d=b*c;?d", policy=jkv.lag_kv(budget=96))
         for event in engine.stream():
             print(event.text, end="")
         print(engine.result(ticket).text[0])

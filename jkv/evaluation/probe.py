@@ -163,7 +163,7 @@ def probe(
     known = {one.key: one for one in read_known(path)}
     wanted = [(texts, texts.probes(model.tokenizer)) for texts in sets]
     for texts, probes in wanted:
-        check_lengths(model, texts, probes)
+        check_lengths(model, texts.name, probes)
         for name, slots, seed in runs_of(texts, policies, probes, settings, seeds):
             EngineOptions(kv_dtype=kv_dtype_of(name, settings, options))  # which refuses before anything runs, as `build` does
             if name != ORACLE:
@@ -218,11 +218,11 @@ def read_known(path: Path | None) -> list[Reading]:
     return [Reading(**{name: record[name] for name in fields}) for record in records]
 
 
-def check_lengths(model: Model, texts: TextSet, probes: Sequence[Probe]) -> None:
-    """Refuses texts that the model has no positions for."""
+def check_lengths(model: Model, name: str, probes: Sequence[Probe]) -> None:
+    """Refuses a set of texts that the model has no positions for."""
     longest, most = max(len(one.prompt) + len(one.rest) for one in probes), model.config.max_positions
     if longest > most:
-        rule = f"Texts of {texts.name} must fit the model's {most} positions; one has {longest}. Make them shorter."
+        rule = f"Texts of {name} must fit the model's {most} positions; one has {longest}. Make them shorter."
         raise refused(rule, texts="does_not_fit")
 
 

@@ -97,9 +97,18 @@ def stream(tokenizer: Any, count: int, length: int, *, prompt: int = 32, first: 
     if count * length > len(tokens):
         rule = f"The manual has {len(tokens):,} tokens; got {count} passages of {length}. Lower count or length."
         raise refused(rule, length="does_not_fit")
-    starts = [i * (len(tokens) - length) // max(count - 1, 1) for i in range(count)]
     scored = list(range(max(0, (first or length // 4) - prompt), length - prompt))
-    return [Probe("", tokens[i : i + prompt], tokens[i + prompt : i + length], scored) for i in starts]
+    return [Probe("", part[:prompt], part[prompt:], scored) for part in passages_of(tokens, count, length)]
+
+
+def passages_of(tokens: Sequence[int], count: int, length: int) -> list[list[int]]:
+    """Passages of `length` tokens at even distances.
+
+    >>> passages_of(range(10), 2, 3)
+    [[0, 1, 2], [7, 8, 9]]
+    """
+    starts = [i * (len(tokens) - length) // max(count - 1, 1) for i in range(count)]
+    return [list(tokens[i : i + length]) for i in starts]
 
 
 def doses(tokenizer: Any, count: int, length: int, *, times: Sequence[int] = (1, 2, 4), seed: int = 0) -> list[Probe]:

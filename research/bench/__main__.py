@@ -177,11 +177,13 @@ def run_tables(options: argparse.Namespace) -> int:
                 pages[path.with_suffix(".md")] = tables[path.stem] + "\n"
     from research.bench.excerpts import EXCERPTS
 
-    for name, (record_name, excerpt) in EXCERPTS.items():
-        path = options.results / f"{record_name}.json"
-        if path.exists():
-            check_file(path, MOST_RECORD)
-            tables[name] = table_of(record_name, read_json(path), path, excerpt)
+    for name, (record_names, excerpt) in EXCERPTS.items():
+        paths = [options.results / f"{record_name}.json" for record_name in record_names]
+        if all(path.exists() for path in paths):
+            for path in paths:
+                check_file(path, MOST_RECORD)
+            made_of = [read_json(path) for path in paths]
+            tables[name] = table_of(record_names[0], made_of, paths[0], lambda made, excerpt=excerpt: excerpt(*made))
     if not tables:
         raise ValueError(f"--results must hold the JSON of {', '.join(TABLES)}; {options.results} holds none.")
     if not options.page.is_file():

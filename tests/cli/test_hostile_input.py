@@ -105,6 +105,8 @@ READERS = {  # by what is read: the ending, the command, and the kinds of files 
     "foresight's network": (".safetensors", ("generate", "a", "--policy", "foresight", "--budget", 64, "--set"), set()),
     "recall's text": (".txt", ("recall", "--passages", 100_000, "--text"), set()),
     "recall's configuration": (".toml", ("recall", "--passages", 2**40, "--config"), set()),
+    "text to choose by": (".txt", ("choose", "tiny-reasoner", "--length", 100_000, "--texts"), set()),
+    "problems to choose by": (".jsonl", ("choose", "tiny-reasoner", "--problems"), set()),
     "probe's configuration": (".toml", ("probe", "--config"), set()),
     "shape": (".toml", ("plan", "--device", "h100"), set()),
     "bench shape": (".toml", ("bench", "cost", "--quick", "--model"), set()),

@@ -14,6 +14,7 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
+from jkv.evaluation.chains import read_answer
 from jkv.policies import POLICIES
 from research.bench.__main__ import make_parser
 
@@ -103,6 +104,32 @@ def strings_of(tree: ast.AST) -> Iterator[str]:
             yield node.value
         else:
             yield from strings_of(node)
+
+
+# Whether an answer is right.
+
+
+def right_answer(prompt: object) -> str | None:
+    """What a chain of arithmetic modulo 10 asks for; None for any other prompt.
+
+    >>> right_answer("b=3;c=7;d=b*c;?d"), right_answer("Why is the sky blue?")
+    ('d=1', None)
+    """
+    if not isinstance(prompt, str) or not re.fullmatch(r"([a-z]=(\d|[a-z][*+-][a-z]);)+\?[a-z]", prompt):
+        return None
+    *steps, asked = prompt.split(";")
+    values: dict[str, int] = {}
+    for name, _, body in (step.partition("=") for step in steps):
+        values[name] = eval(body, {}, values) % 10
+    return f"{asked[1:]}={values[asked[1:]]}"
+
+
+def wrong_answers(printed: str, prompts: list[object], texts: list[str]) -> list[str]:
+    """The answers to chains that were printed and are wrong, each with its prompt."""
+    found = [(prompt, right_answer(prompt), read_answer(text)) for prompt, text in zip(prompts, texts, strict=False)]
+    return [
+        f"{prompt}: {answer}" for prompt, right, answer in found if right and answer and answer in printed and answer != right
+    ]
 
 
 # Whether a name exists.

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+import jkv
 from jkv.checkpoints import loading as checkpoint
 from jkv.checkpoints.cards import Card
 from jkv.checkpoints.model_shapes import find_shape
@@ -15,9 +16,10 @@ from jkv.model.weight_shapes import weight_shapes
 from jkv.planning.devices import DEVICES
 from jkv.policies import POLICIES
 from pallas_kernels import KERNELS
-from tests.repository.pages import PAGES, ROOT, SUFFIXES, anchors, blocks, links, name_of, spans
+from tests.repository.pages import PAGES, ROOT, SUFFIXES, anchors, blocks, links, name_of, spans, wrong_answers
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
+TOO_SMALL = "too small"  # what an example says that shows a wrong answer on purpose
 WITH_EXAMPLES = [page for page in PAGES if blocks(page.read_text(), "python")]
 
 
@@ -33,11 +35,37 @@ def chat_hub(tmp_path, monkeypatch):
 @pytest.mark.everyday
 @pytest.mark.everyday(where=lambda page: page.name in ("README.md", "quickstart.md", "choosing.md", "server.md"))
 @pytest.mark.parametrize("page", WITH_EXAMPLES, ids=name_of)
-def test_the_examples_of_a_page_run_in_order(page, capsys, chat_hub):
-    scope = {}
+def test_the_examples_of_a_page_run_in_order_and_show_right_answers(page, capsys, chat_hub, monkeypatch):
+    scope, printed, asked = {}, "", []
+    generate = jkv.generate
+
+    def recorded(model, prompts, *args, **options):
+        out = generate(model, prompts, *args, **options)
+        every = [prompts] if isinstance(prompts, str) else prompts
+        asked.append(([prompt for prompt in every for _ in range(options.get("n", 1))], out.text or ()))
+        return out
+
+    monkeypatch.setattr(jkv, "generate", recorded)
     for snippet in blocks(page.read_text(), "python"):
         exec(compile(snippet, name_of(page), "exec"), scope)
-    assert capsys.readouterr().out.strip()
+        shown = capsys.readouterr().out
+        wrong = [one for prompts, texts in asked for one in wrong_answers(shown, prompts, texts)]
+        assert bool(wrong) == (TOO_SMALL in snippet), f"{snippet}\n{shown}"
+        printed += shown
+        asked.clear()
+    assert printed.strip()
+
+
+def test_one_page_shows_a_budget_that_is_too_small():
+    assert [name_of(page) for page in WITH_EXAMPLES if TOO_SMALL in "".join(blocks(page.read_text(), "python"))] == [
+        "docs/choosing.md"
+    ]
+
+
+def test_a_wrong_answer_that_is_printed_is_found():
+    chain, text = "b=3;c=7;d=b*c;e=d-b;?e", r"</think>\boxed{e=3}"
+    assert wrong_answers("e=3", [chain, chain], [text, text.replace("3", "8")]) == [f"{chain}: e=3"]
+    assert wrong_answers("nothing", [chain], [text]) == wrong_answers("e=3", ["2 * 7?"], [text]) == []
 
 
 def test_most_pages_have_examples():

@@ -11,12 +11,13 @@ from jkv import cli
 from jkv.checkpoints import loading as checkpoint
 from jkv.testing import random_gate
 from tests.checkpoints.test_gguf_tokenizer import TINY
-from tests.repository.pages import PAGES, ROOT, name_of
+from tests.repository.pages import PAGES, ROOT, name_of, wrong_answers
 from tests.support.gguf_models import write_gguf
 
 BLOCK = re.compile(r"^```(sh|toml)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
 FEWER = {  # what is added to commands that would take minutes; the last value of an option counts
     "analyze --policies": ["--problems", "2"],
+    "choose": ["--policies", "streaming_llm", "--count", "2", "--length", "96", "--memory", "100kB"],
     "eval": ["--problems", "2", "--samples", "1", "--seeds", "1", "--max-new-tokens", "96"],
     "foresee": ["--passages", "2", "--steps", "2"],
     "plan model.gguf": ["--prompt", "64"],
@@ -53,6 +54,7 @@ def desk(tmp_path, monkeypatch):
     random_gate(checkpoint.load("tiny-reasoner")).save(tmp_path / "gate.safetensors")
     write_gguf(tmp_path / "model.gguf", ROOT / "tests/support/golden/qwen2", tokenizer=TINY)
     (tmp_path / "problems.txt").write_text(f"{CHAIN}\n")
+    (tmp_path / "notes.txt").write_text(CHAIN * 100)
     (tmp_path / "MATH-500").mkdir()
     problem = json.dumps({"problem": CHAIN, "answer": "1", "level": 1, "subject": "chains"})
     (tmp_path / "MATH-500" / "test.jsonl").write_text(f"{problem}\n")
@@ -75,6 +77,8 @@ def test_the_commands_of_a_page_run_in_order(page, desk, capsys):
         more = [option for start, options in FEWER.items() if text.startswith(start) for option in options]
         shutil.rmtree(desk / "results", ignore_errors=True)  # each command is one of its own
         assert cli.main([*words, *more]) == 0, f"{text}\n{capsys.readouterr().err}"
+        printed = capsys.readouterr().out
+        assert wrong_answers(printed, words, [printed] * len(words)) == [], text
 
 
 def test_most_pages_with_commands_are_found():

@@ -292,8 +292,9 @@ def test_stale_tables_are_found_and_made_anew(capsys, tmp_path):
     assert "it marks 'cost'" in capsys.readouterr().err
 
 
-def test_the_tables_in_the_repository_are_those_of_their_figures(capsys):
-    status = commands.main(["bench", "tables", "--results", str(ROOT / "results"), "--page", str(ROOT / PAGE), "--check"])
+@pytest.mark.parametrize("page", [PAGE, "docs/choosing.md"], ids=str)
+def test_the_tables_in_the_repository_are_those_of_their_figures(page, capsys):
+    status = commands.main(["bench", "tables", "--results", str(ROOT / "results"), "--page", str(ROOT / page), "--check"])
     assert status == 0, capsys.readouterr().out
 
 
