@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 RANKS = [  # from the ground up: a module may import those of lower ranks, and its own package
     {"pallas_kernels"},
     {"jkv.errors"},
-    {"jkv.checks", "jkv.notebook", "jkv.text_files"},
+    {"jkv.checks", "jkv.notebook", "jkv.program_cache", "jkv.text_files"},
     {"jkv.limits", "jkv.statistics", "jkv.reports", "jkv.resuming"},
     {"jkv.model"},
     {"jkv.checkpoints"},
