@@ -164,7 +164,7 @@ def check_request(request: Request, options: EngineOptions) -> None:
     check_sealing(request.policy, options.kv_format)
     most = options.max_stop_ids
     if len(request.stop_ids) > most:
-        rule = "{field} must be at most {most} of a request; got {got}. Pass fewer, or raise {max_stop_ids}."
+        rule = "{field} must be at most {most} token ids; got {got}. Pass fewer, or raise {max_stop_ids}."
         raise InputError(rule, field="stop_ids", code="too_long", most=most, got=len(request.stop_ids))
 
 

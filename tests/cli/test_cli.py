@@ -385,7 +385,7 @@ def test_programs_are_kept_for_the_next_call(tmp_path):
     command = [sys.executable, "-m", "jkv", "generate", "b=3;?b", "--max-new-tokens", "4"]
     told = [subprocess.run(command, env=places, capture_output=True, text=True, check=True, cwd=ROOT).stderr for _ in range(2)]
     assert not [line for text in told for line in text.splitlines() if "PyTorch" in line]
-    programs = list((tmp_path / "jkv" / "programs").glob("*-cache"))
+    programs = list((tmp_path / "jkv" / "programs").rglob("*-cache"))
     assert programs
     assert (tmp_path / "jkv").stat().st_mode & 0o777 == 0o700
     first, second = (float(re.search(r"compiled in ([\d.]+) s", text)[1]) for text in told)

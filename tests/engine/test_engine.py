@@ -242,7 +242,7 @@ def test_unknown_tickets_and_unfinished_results_are_refused(model):
             {"prompt": [1], "policy": jkv.r_kv(budget=16, interval=8, window=5)},
             "needs window=5; this engine was built with window=4",
         ),
-        ({"prompt": [1], "stop_ids": range(9)}, "at most 8 stop ids a request; got 9"),
+        ({"prompt": [1], "stop_ids": range(9)}, "stop_ids must be at most 8 token ids; got 9"),
         ({"prompt": [[1], [2]]}, "one prompt at a time; got 2"),
         ({"prompt": []}, "at least one token"),
         ({"prompt": [1], "n": 0}, "n must be at least 1"),

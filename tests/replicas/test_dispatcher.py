@@ -45,7 +45,7 @@ class Paper:
         self.post(Rows(frozenset(self.items[:1]), "rows", is_last=True))
 
     def finish(self, number, reason="length"):
-        self.post(Finished(number, Completion([1], finish_reason=reason), 1, None))
+        self.post(Finished(number, Completion([1], finish_reason=reason), 1))
 
     def reset_stats(self):
         pass

@@ -537,7 +537,7 @@ def test_bad_calls_are_refused_and_pending_samples_continue(rollout):
         "Token ids must lie in": {"prompts": [[99]]},
         "at least one prompt": {"prompts": []},
         "first_sample must lie in": {"prompts": [[1]], "first_sample": -1},
-        "at most 8 stop ids": {"prompts": [[1]], "stop_ids": tuple(range(9))},
+        "stop_ids must be at most 8 token ids": {"prompts": [[1]], "stop_ids": tuple(range(9))},
         "All pending samples are traced, or none": {"prompts": [[1]], "return_trace": True},
     }.items():
         with pytest.raises(ValueError, match=match):
