@@ -58,8 +58,8 @@ def check_same(what: str, before: Mapping[str, Any], now: Mapping[str, Any], fix
 
     >>> check_same("out.json holds another run", {"weights": "0f"}, {"weights": "0f", "seed": 1}, "Give another --out.")
     Traceback (most recent call last):
-    ValueError: out.json holds another run, or the same: an older version of jkv wrote it without seed, so that nobody can \
-tell. Give another --out.
+    jkv.errors.InputError: out.json holds another run, or the same: an older version of jkv wrote it without seed, so that \
+nobody can tell. Give another --out.
     """
     now = plain(now)
     names = [name for name in dict.fromkeys((*now, *before)) if name not in free]
