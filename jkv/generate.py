@@ -141,13 +141,11 @@ def sampling_of(model: Model, sampling: Sampling | None, settings: dict[str, Any
         return sampling
     names = ", ".join(given)
     if sampling is not None:
-        rule = (
-            "{sampling} and its fields exclude each other; got both, with {names}. Write sampling=jkv.Sampling(...) with all."
-        )
+        rule = "sampling and its fields exclude each other; got both, with {names}. Write sampling=jkv.Sampling(...) with all."
         raise InputError(rule, field=next(iter(given)), code="conflict", names=names)
     own = model.sampling or Sampling(temperature=0)
     if own.temperature == 0 and "temperature" not in given and {"top_p", "top_k", "min_p"} & given.keys():
-        rule = "{names} would cut draws, and this model is decoded greedily unless told otherwise. Give {temperature} too."
+        rule = "{names} would cut draws, and this model is decoded greedily unless told otherwise. Give temperature too."
         raise InputError(rule, field=next(iter(given)), code="missing", names=names)
     return dataclasses.replace(own, **given)
 

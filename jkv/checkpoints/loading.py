@@ -348,12 +348,12 @@ def export(params: Params, tokenizer: Any, folder: Folder, dtype: Any = jnp.bflo
 
     folder, config, dtype = Path(folder), params.config, float_dtype(dtype)
     leaves, fields = list(named_leaves(separate_weights(on_host(params))).values()), config_fields(config, dtype.name)
-    readable = parse_config(fields, "export")
-    if dataclasses.replace(readable, end_ids=config.end_ids, whole_experts=config.whole_experts) != config:
-        raise refused(
-            f"A {config.family} checkpoint must express all of {config=}; it would be read as {readable}. Correct the config.",
-            params="unsupported",
-        )
+    readable = dataclasses.replace(parse_config(fields, "export"), end_ids=config.end_ids, whole_experts=config.whole_experts)
+    if readable != config:
+        own, read = (dataclasses.asdict(one) for one in (config, readable))
+        wrong = ", ".join(f"{name}={read[name]!r} in place of {own[name]!r}" for name in own if own[name] != read[name])
+        rule = f"A {config.family} checkpoint must express all of the configuration; it would be read with {wrong}. Correct it."
+        raise refused(rule, params="unsupported")
     tensors = {}
     for name, parts in tensor_parts(config).items():
         whole = [leaves[part.leaf] if part.expert is None else leaves[part.leaf][part.expert] for part in parts]

@@ -118,7 +118,9 @@ def float_dtype(dtype: Any) -> np.dtype:
     except TypeError:
         found = None
     if found not in DTYPES.values():
-        raise refused(f"dtype must be float32, bfloat16 or float16; got {shown(found or dtype)}.", dtype="unknown_name")
+        raise refused(
+            f"dtype must be float32, bfloat16 or float16; got {found.name if found else shown(dtype)}.", dtype="unknown_name"
+        )
     return found
 
 

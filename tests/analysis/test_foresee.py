@@ -85,7 +85,7 @@ def test_training_is_repeatable_and_its_file_returns_it(tmp_path):
     [
         ([], "at least 80 tokens; got none"),
         ([[1] * 79], "at least 80 tokens; got none"),
-        ("LETTERS", "has none. Pass token ids"),
+        ("LETTERS", "has no tokenizer. Pass token ids"),
         ([[99] * 100], r"must lie in \[0, 32\)"),
     ],
 )
