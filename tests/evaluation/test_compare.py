@@ -196,7 +196,10 @@ def test_a_config_file_may_set_only_what_there_is(tmp_path, capsys):
     config = tmp_path / "mine.toml"
     config.write_text("budget = 3\n")
     assert cli.main(["eval", "--config", str(config)]) == 2
-    assert "may set answer, budgets, chat_template, contrasts, dataset, dtype, file, frequency_penalty, " in capsys.readouterr().err
+    assert (
+        "may set answer, budgets, chat_template, contrasts, dataset, dtype, file, frequency_penalty, "
+        in capsys.readouterr().err
+    )
     config.write_text('[settings.mine]\npolicy = "no_kv"\n')
     assert cli.main(["eval", "--config", str(config)]) == 2
     assert "settings are for policies" in capsys.readouterr().err
