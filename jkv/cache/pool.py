@@ -39,7 +39,7 @@ def write(kv: Numbers, address: Int[Array, "R K T"], new: Numbers) -> Numbers:
 def write_chunk(kv: Quantised, address: Int[Array, "R K T"], new: Quantised) -> Quantised:
     """The pool with new vectors `[R, K, T, 2, H]` at addresses of consecutive slots; address 0, at the end, is not written.
 
-    In: page 4, slots 6 to 8 -> Out: a page written from slot 2 on, and one of which slot 0 is written.
+    In: page 4, slots 6 to 8 -> Out: a page written from slot 2 on, and the next one in slot 0.
     """
     page_size, num_tokens = kv.shape[2], address.shape[-1]
     first = address[..., :1] % page_size

@@ -14,6 +14,7 @@ from jaxtyping import Float
 
 from jkv.checkpoints.checkpoint_tensors import DTYPES, FP8, Stored
 from jkv.checkpoints.json_files import shown
+from jkv.errors import refused
 
 F8 = "F8_E4M3"  # in safetensors headers
 WEIGHT = ".weight"
@@ -54,14 +55,14 @@ def with_fp8(stored: Mapping[str, Stored], block: tuple[int, int]) -> dict[str, 
             continue
         scale = scale_name(name, stored)
         if scale is None:
-            raise ValueError(
-                f"{tensor.file}: {name} in FP8 must have weight_scale or weight_scale_inv; missing. Download it again."
-            )
+            rule = f"{tensor.file}: {name} in FP8 must have weight_scale or weight_scale_inv; missing. Download it again."
+            raise refused(rule, **{name: "missing"})
         shape, dtype = stored[scale].shape, stored[scale].dtype
         if dtype not in DTYPES or shape not in scale_shapes(tensor.shape, block):
-            raise ValueError(
+            raise refused(
                 f"{tensor.file}: {scale} must be floats, one for the matrix, for each row, or for each block of {block}, got "
-                f"{dtype} of shape {shown(shape)}. Choose another checkpoint of this model."
+                f"{dtype} of shape {shown(shape)}. Choose another checkpoint of this model.",
+                **{scale: "does_not_fit"},
             )
         del found[scale]
         found[name] = tensor._replace(dtype=FP8)

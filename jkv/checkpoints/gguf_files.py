@@ -177,7 +177,8 @@ def yarn_scaling(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
     """The YaRN of a file: llama.cpp has the ramp and the attention factor of the paper, where no field says otherwise."""
     unread = {name for name in own if name.startswith("rope.scaling.")} - {*YARN, "rope.scaling.type", "rope.scaling.finetuned"}
     if odd := sorted(name for name in unread if own[name] not in (0, 1)):
-        raise ValueError(f"{header.file}: YaRN must have no {', '.join(odd)}, got {shown(own[odd[0]])}. {advice()}")
+        rule = f"{header.file}: YaRN must have no {', '.join(odd)}, got {shown(own[odd[0]])}. {advice()}"
+        raise refused(rule, **{odd[0]: "unsupported"})
     given = {known: own[name] for name, known in YARN.items() if name in own}
     return {"rope_type": "yarn"} | given
 

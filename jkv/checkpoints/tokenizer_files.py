@@ -248,7 +248,7 @@ def check_places(folder: Path) -> None:
 
 
 def check_size(size: int, place: str, config: ModelConfig | None, more: int = 0) -> None:
-    """Refuses a tokenizer whose largest id is `size - 1` for a model with fewer tokens, of which it may have `more`."""
+    """Refuses a tokenizer whose largest id is `size - 1` for a model with fewer tokens than that, `more` aside."""
     if config is not None and size > most_tokens(config, more):
         foreign = find_family(config.family).num_foreign_tokens
         raise refused(

@@ -10,59 +10,43 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from jkv.checkpoints.json_files import shown
+from jkv.errors import refused
 
-HARMLESS = frozenset(
-    {
-        # Where the file comes from
-        *("transformers_version", "_name_or_path", "name_or_path", "model_name", "base_model", "_commit_hash", "license"),
-        *("unsloth_version", "unsloth_fixed", "auto_map", "custom_pipelines", "transformers.js_config", "is_llama_config"),
-        *("datasets", "language", "task_specific_params", "finetuning_task", "fused_from"),
-        # How it is run
-        *("use_cache", "return_dict", "use_return_dict", "output_attentions", "output_hidden_states", "output_scores"),
-        *(
-            "return_dict_in_generate",
-            "chunk_size_feed_forward",
-            "torchscript",
-            "use_bfloat16",
-            "tf_legacy_loss",
-            "pruned_heads",
-        ),
-        *("attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal"),
-        *(
-            "_experts_implementation",
-            "experts_implementation",
-            "cache_implementation",
-            "use_flash_attn",
-            "_flash_attn_2_enabled",
-        ),
-        *("use_flash_attention", "use_flash_attention_2", "flash_attention", "use_fused_mlp", "fused_mlp", "use_kernel"),
-        *("pretraining_tp", "tensor_parallel", "onnx_safe", "gradient_checkpointing", "use_gradient_checkpointing"),
-        *("base_model_tp_plan", "base_model_pp_plan", "base_model_ep_plan", "ep_size", "model_parallel_size", "sub_configs"),
-        # Encoders and classifiers
-        *("is_encoder_decoder", "is_decoder", "add_cross_attention", "cross_attention_hidden_size", "tie_encoder_decoder"),
-        *("id2label", "label2id", "num_labels", "problem_type", "classifier_dropout", "prefix", "decoder_start_token_id"),
-        # Training
-        *("initializer_range", "initializer_factor", "attention_dropout", "hidden_dropout", "dropout", "attn_dropout"),
-        *(
-            "resid_pdrop",
-            "embd_pdrop",
-            "attn_pdrop",
-            "router_aux_loss_coef",
-            "aux_loss_alpha",
-            "seq_aux",
-            "output_router_logits",
-        ),
-        *("router_jitter_noise", "input_jitter_noise", "z_loss_coeff", "router_z_loss_coef"),
-        # Tokens, and how they are drawn
-        *("bos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "cls_token_id", "mask_token_id"),
-        *("bos_token", "eos_token", "pad_token", "unk_token", "padding_side", "add_bos_token", "add_eos_token", "vocab_file"),
-        *("max_length", "min_length", "model_max_length", "max_sequence_length", "max_seq_len", "seq_length", "max_new_tokens"),
-        *("do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p"),
-        *("typical_p", "min_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "num_return_sequences"),
-        *("encoder_no_repeat_ngram_size", "bad_words_ids", "remove_invalid_values", "exponential_decay_length_penalty"),
-        *("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "generation_config"),
-    }
-)
+BY_PURPOSE = {
+    "Where the file comes from": (
+        "transformers_version _name_or_path name_or_path model_name base_model _commit_hash license unsloth_version "
+        "unsloth_fixed auto_map custom_pipelines transformers.js_config is_llama_config datasets language "
+        "task_specific_params finetuning_task fused_from"
+    ),
+    "How it is run": (
+        "use_cache return_dict use_return_dict output_attentions output_hidden_states output_scores "
+        "return_dict_in_generate chunk_size_feed_forward torchscript use_bfloat16 tf_legacy_loss pruned_heads "
+        "attn_implementation _attn_implementation _attn_implementation_autoset _attn_implementation_internal "
+        "_experts_implementation experts_implementation cache_implementation use_flash_attn _flash_attn_2_enabled "
+        "use_flash_attention use_flash_attention_2 flash_attention use_fused_mlp fused_mlp use_kernel pretraining_tp "
+        "tensor_parallel onnx_safe gradient_checkpointing use_gradient_checkpointing base_model_tp_plan "
+        "base_model_pp_plan base_model_ep_plan ep_size model_parallel_size sub_configs"
+    ),
+    "Encoders and classifiers": (
+        "is_encoder_decoder is_decoder add_cross_attention cross_attention_hidden_size tie_encoder_decoder id2label "
+        "label2id num_labels problem_type classifier_dropout prefix decoder_start_token_id"
+    ),
+    "Training": (
+        "initializer_range initializer_factor attention_dropout hidden_dropout dropout attn_dropout resid_pdrop "
+        "embd_pdrop attn_pdrop router_aux_loss_coef aux_loss_alpha seq_aux output_router_logits router_jitter_noise "
+        "input_jitter_noise z_loss_coeff router_z_loss_coef"
+    ),
+    "Tokens, and how they are drawn": (
+        "bos_token_id pad_token_id unk_token_id sep_token_id cls_token_id mask_token_id bos_token eos_token pad_token "
+        "unk_token padding_side add_bos_token add_eos_token vocab_file max_length min_length model_max_length "
+        "max_sequence_length max_seq_len seq_length max_new_tokens do_sample early_stopping num_beams num_beam_groups "
+        "diversity_penalty temperature top_k top_p typical_p min_p repetition_penalty length_penalty "
+        "no_repeat_ngram_size num_return_sequences encoder_no_repeat_ngram_size bad_words_ids remove_invalid_values "
+        "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens forced_bos_token_id "
+        "forced_eos_token_id generation_config"
+    ),
+}
+HARMLESS = frozenset(" ".join(BY_PURPOSE.values()).split())
 NOTHING = (None, False)
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {  # what changes the arithmetic -> the values that do not
     # Logits, attention and hidden states are multiplied, capped or cut
@@ -130,9 +114,10 @@ def check_unread(fields: Mapping[str, Any], read: Collection[str], model: str, w
         if name not in NEUTRAL and (isinstance(value, dict) or (isinstance(value, list) and value))
     ]
     if wrong:
-        raise ValueError(
+        raise refused(
             f"{where}: every field must be known for {model}, got also {shown(sorted(wrong))}, which may change the "
-            "arithmetic. Remove what has no effect, or choose a checkpoint without it."
+            "arithmetic. Remove what has no effect, or choose a checkpoint without it.",
+            **{min(wrong): "unknown_name"},
         )
     unknown = sorted(name for name, value in others.items() if name not in NEUTRAL and value not in (None, []))
     if unknown:

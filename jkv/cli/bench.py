@@ -79,7 +79,7 @@ def add_bench(benches: Any, name: str, one: Benchmark, module: str, program: str
 
 def rounds(default: int) -> Option:
     """How often each figure is timed."""
-    return Option("rounds", int, default, "timings of each, of which the median counts")
+    return Option("rounds", int, default, "timings of each; the median counts")
 
 
 def run(options: argparse.Namespace) -> int:
