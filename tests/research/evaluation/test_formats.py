@@ -91,7 +91,6 @@ def test_only_formats_that_a_record_lacks_are_measured(tmp_path, monkeypatch):
     assert asked == ["int4", "int4"]
     assert again["lines"] == whole["lines"]
     assert len(again["added"]) == 1
-    assert (
-        formats.main([word if word != "64" else "48" for word in arguments]) == 0
-    )  # other passages, of which nothing is known
-    assert len(asked) == 2 + 2 * len(whole["lines"])
+    with pytest.raises(ValueError, match="record of something else, by length, data"):
+        formats.main([word if word != "64" else "48" for word in arguments])
+    assert len(asked) == 2
