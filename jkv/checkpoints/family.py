@@ -259,9 +259,6 @@ class Family:
       untransposed: fields with two axes or more whose tensor has the axes of the field; of others the last two are swapped.
       reads_mxfp4: whether its weights may be in MXFP4 (`jkv.checkpoints.checkpoint_tensors`).
       layer_prefix: the prefix of the tensors of layer `{}`.
-      is_read_from_gguf: whether GGUF files of it are read; their `general.architecture` is then its name.
-      is_interleaved_in_gguf: whether GGUF files have the halves of each query and key head interleaved by rows.
-      strips_in_gguf: whether the SentencePiece tokenizer of a GGUF file ignores spaces after special tokens.
     """
 
     name: str
@@ -312,9 +309,6 @@ class Family:
     untransposed: frozenset[str] = frozenset({"experts.gate", "experts.up"})
     reads_mxfp4: bool = False
     layer_prefix: str = "model.layers.{}."
-    is_read_from_gguf: bool = True
-    is_interleaved_in_gguf: bool = False
-    strips_in_gguf: bool = False
 
     @property
     def has_expert_width(self) -> bool:

@@ -5,7 +5,6 @@ The metadata become the fields of a config.json, so the rules of `jkv.checkpoint
 `jkv.checkpoints.gguf_header` parses the file, and `jkv.checkpoints.gguf_tokenizer` has its tokenizer.
 """
 
-import dataclasses
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -14,51 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from jkv.checkpoints.architectures import advice, parse_config
-from jkv.checkpoints.families import FAMILIES, find_family
-from jkv.checkpoints.family import REQUIRED, RULES, Family
+from jkv.checkpoints.architectures import advice, parse_config, required_fields, rules_of
+from jkv.checkpoints.families import find_family
+from jkv.checkpoints.family import FULL, MAX_LAYERS, MAX_POSITIONS, ROPE, RULES, WINDOWED, Family
+from jkv.checkpoints.gguf_families import FORMS, LAYER, NAMES, NEUTRAL, GgufForm, form_of
 from jkv.checkpoints.gguf_header import GgufHeader
-from jkv.checkpoints.json_files import AGAIN, CORRECT, check_fields, shown
+from jkv.checkpoints.json_files import AGAIN, CORRECT, Rule, check_fields, either, integer, list_of, shown
 from jkv.checks import install
 from jkv.errors import refused
 from jkv.model.params import ModelConfig
 
-ARCHITECTURES = [name for name, family in FAMILIES.items() if family.is_read_from_gguf]  # llama.cpp has the same names
-FIELDS = {  # of the metadata, after the name of the architecture -> of config.json
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "rope.freq_base": "rope_theta",
-}
-NEEDED = {"attention.layer_norm_rms_epsilon", *(field for field, name in FIELDS.items() if name in REQUIRED)}
-TENSORS = {  # field of Params or LayerParams -> tensor
-    "embedding": "token_embd.weight",
-    "final_norm": "output_norm.weight",
-    "unembedding": "output.weight",
-    "attention_norm": "attn_norm.weight",  # this and the following have the prefix of the layer
-    "query": "attn_q.weight",
-    "key": "attn_k.weight",
-    "value": "attn_v.weight",
-    "out": "attn_output.weight",
-    "mlp_norm": "ffn_norm.weight",
-    "gate": "ffn_gate.weight",
-    "up": "ffn_up.weight",
-    "down": "ffn_down.weight",
-    "query_bias": "attn_q.bias",
-    "key_bias": "attn_k.bias",
-    "value_bias": "attn_v.bias",
-    "query_norm": "attn_q_norm.weight",
-    "key_norm": "attn_k_norm.weight",
-}
-STACKED = {  # where a checkpoint of the family has one tensor for several fields
-    ("query", "key", "value"): "attn_qkv.weight",
-    ("gate", "up"): "ffn_up.weight",
-}
 FREQUENCIES = "rope_freqs.weight"  # by which each rotary frequency is divided
 YARN = {  # of the metadata, after the name of the architecture -> of rope_scaling
     "rope.scaling.factor": "factor",
@@ -69,6 +33,16 @@ YARN = {  # of the metadata, after the name of the architecture -> of rope_scali
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of all Llama 3 models; the file has only what follows from them
 LLAMA3_POSITIONS = 8192
 CHUNK = 1 << 22  # weights that are dequantised at once
+WINDOW, PATTERN, WINDOW_BASE = "attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"
+GATING, PREDICTED = "expert_gating_func", "nextn_predict_layers"  # layers of multi-token prediction, which are the last ones
+FLAG = Rule("true or false", lambda value: type(value) is bool or value in (0, 1))
+FURTHER_RULES = {
+    WINDOW: integer(0, MAX_POSITIONS),
+    PATTERN: either(integer(1, MAX_LAYERS), list_of(FLAG, MAX_LAYERS)),
+    WINDOW_BASE: RULES["rope_theta"],
+    GATING: integer(0, 1 << 10),
+    PREDICTED: integer(0, MAX_LAYERS),
+}
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:
@@ -98,31 +72,58 @@ def read_gguf_config(header: GgufHeader) -> ModelConfig:
     """The `ModelConfig` in the metadata of a file, without end tokens. Refuses unsupported features."""
     metadata, tensors, where = header.metadata, header.tensors, str(header.file)
     name = metadata.get("general.architecture")
-    if not isinstance(name, str) or name not in ARCHITECTURES:
-        rule = f"{where}: general.architecture must be one of {', '.join(ARCHITECTURES)}, got {shown(name)}. {advice()}"
+    if not isinstance(name, str) or name not in FORMS:
+        rule = f"{where}: general.architecture must be one of {', '.join(FORMS)}, got {shown(name)}. {advice()}"
         raise refused(rule, **{"general.architecture": "unsupported"})
+    form, family = FORMS[name], find_family(FORMS[name].family)
     own = {field.removeprefix(f"{name}."): plain(value) for field, value in metadata.items() if field.startswith(f"{name}.")}
-    check_fields(own, {field: RULES[known] for field, known in FIELDS.items()}, f"{where}: {name}", sorted(NEEDED))
-    embedding = tensors.get(TENSORS["embedding"])
+    known, needed = form.known_fields, form.needed_fields(required_fields(family))
+    rules = {field: rules_of(family)[meaning] for field, meaning in known.items()}
+    check_fields(own, rules | FURTHER_RULES, f"{where}: {name}", needed)
+    embedding = tensors.get(NAMES["embedding"])
     if embedding is None or len(embedding.shape) != 2:
-        raise refused(f"{where} must contain {TENSORS['embedding']} with two axes, got {embedding}. {AGAIN}", file="invalid")
-    check_features(own, f"{where}: {name}")
-    fields: dict[str, Any] = {"rope_theta": 10_000.0} | {known: own[field] for field, known in FIELDS.items() if field in own}
+        raise refused(f"{where} must contain {NAMES['embedding']} with two axes, got {embedding}. {AGAIN}", file="invalid")
+    check_features(own, form, f"{where}: {name}")
+    fields: dict[str, Any] = {known[field]: own[field] for field in known.keys() & own.keys()}
     fields |= {
-        "model_type": name,
+        "model_type": form.family,
         "vocab_size": embedding.shape[0],
+        "num_hidden_layers": own["block_count"] - own.get(PREDICTED, 0),
         "num_key_value_heads": own.get("attention.head_count_kv", fields["num_attention_heads"]),
-        "tie_word_embeddings": TENSORS["unembedding"] not in tensors,
-        "rope_scaling": rope_scaling(header, own, fields),
+        "tie_word_embeddings": NAMES["unembedding"] not in tensors,
+        **form.reads(own, header),
+        **(windows(own, form) if form.interval else {}),
     }
+    theta = fields.pop("rope_theta", 10_000.0)
     width = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
     rotated = own.get("rope.dimension_count", width)
-    if find_family(name).has_partial_rotary and rotated != width and type(rotated) is int:
+    if family.has_partial_rotary and type(rotated) is int:
         fields["partial_rotary_factor"] = rotated / width
     elif rotated != width:
         rule = f"{where}: {name}.rope.dimension_count must be the head size {width}, got {shown(rotated)}. {CORRECT}"
         raise refused(rule, **{"rope.dimension_count": "unsupported"})
+    fields["rope_parameters"] = ropes(header, own, form, theta, width)
     return parse_config(fields, where)
+
+
+def windows(own: Mapping[str, Any], form: GgufForm) -> dict[str, Any]:
+    """The window of a model, and which layers have it: those that the file lists, or all but every n-th."""
+    window, pattern = own.get(WINDOW) or None, own.get(PATTERN, form.interval)
+    layers = own["block_count"] - own.get(PREDICTED, 0)
+    listed = pattern if isinstance(pattern, list) else [bool((layer + 1) % pattern) for layer in range(layers)]
+    return {"sliding_window": window, "layer_types": [WINDOWED if window and one else FULL for one in listed[:layers]]}
+
+
+def ropes(header: GgufHeader, own: Mapping[str, Any], form: GgufForm, theta: float, width: int) -> dict[str, Any]:
+    """The `rope_parameters` of a config.json, for heads of this width."""
+    rope = {"rope_type": "default", "rope_theta": theta, **(rope_scaling(header, own, form, theta, width) or {})}
+    local = own.get(WINDOW_BASE, form.window_theta or theta)
+    if find_family(form.family).has_rope_by_kind:
+        return {FULL: rope, WINDOWED: {"rope_type": "default", "rope_theta": local}}
+    if local != theta:
+        rule = f"{header.file}: {WINDOW_BASE} must be rope.freq_base={theta:g}, got {local:g}. {advice()}"
+        raise refused(rule, **{WINDOW_BASE: "unsupported"})
+    return rope
 
 
 def plain(value: Any) -> Any:
@@ -130,42 +131,60 @@ def plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 
-def check_features(own: Mapping[str, Any], where: str) -> None:
+def check_features(own: Mapping[str, Any], form: GgufForm, where: str) -> None:
     """Refuses by name what the decoder lacks; `own` are the metadata of the architecture."""
-    window, limit = own.get("attention.sliding_window") or 0, own["context_length"]
+    window, limit = own.get(WINDOW) or 0, own["context_length"]
     usual = own["embedding_length"] // own["attention.head_count"]
     keys = own.get("attention.key_length", usual)
+    unread = {field: NEUTRAL[field] for field in NEUTRAL.keys() - form.known_fields.keys() - form.yarn.keys()}
     rules = (
-        (own.get("expert_count", 0) == 0, "expert_count must be 0 (no mixture of experts)", "expert_count"),
         (
-            type(window) is int and (window == 0 or window >= limit),
-            f"attention.sliding_window must be 0 or at least context_length={limit} (full attention)",
-            "attention.sliding_window",
+            bool(form.interval) or window == 0 or window >= limit,
+            f"{WINDOW} must be 0 or at least context_length={limit} (full attention)",
+            WINDOW,
         ),
         (
             own.get("attention.value_length", usual) == keys,
             f"attention.value_length (or by default the width of a head, {usual}) must be attention.key_length={shown(keys)}",
             "attention.value_length",
         ),
-        (own.get("attention.causal", True) is True, "attention.causal must be true", "attention.causal"),
+        (
+            own.get(GATING, 0) in (0, form.gating),
+            f"{GATING} must be {form.gating}, that of {form.family}",
+            GATING,
+        ),
+        (
+            own.get(PREDICTED, 0) < own["block_count"],
+            f"{PREDICTED} must be below block_count={own['block_count']}",
+            PREDICTED,
+        ),
+        (
+            not isinstance(own.get(PATTERN), list) or len(own[PATTERN]) == own["block_count"],
+            f"{PATTERN} must have an entry for each of the {own['block_count']} layers",
+            PATTERN,
+        ),
+        *(
+            (own.get(field, values[0]) in values, f"{field} must be {' or '.join(map(shown, values))} in {form.family}", field)
+            for field, values in unread.items()
+        ),
     )
     for holds, rule, field in rules:
         if not holds:
-            raise refused(f"{where}.{rule}, got {shown(own.get(field))}. {advice()}", file="unsupported")
+            raise refused(f"{where}.{rule}, got {shown(own.get(field))}. {advice()}", **{field: "unsupported"})
 
 
-def rope_scaling(header: GgufHeader, own: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The `rope_scaling` of a config.json."""
+def rope_scaling(header: GgufHeader, own: Mapping[str, Any], form: GgufForm, theta: float, width: int) -> dict[str, Any] | None:
+    """The scaling in the `rope_parameters` of a config.json."""
     kind = own.get("rope.scaling.type", "none")
     if FREQUENCIES in header.tensors:
         if kind != "none":
             rule = f"{header.file}: {FREQUENCIES} must not be there with rope.scaling.type={shown(kind)}. {advice()}"
             raise refused(rule, file="unsupported")
-        return llama3_scaling(header, own, fields)
+        return llama3_scaling(header, own, theta, width)
     if kind == "none":
         return None
     if kind == "yarn":
-        return yarn_scaling(header, own)
+        return yarn_scaling(header, own, form)
     if kind != "linear":
         rule = f"{header.file}: rope.scaling.type must be none, linear or yarn, got {shown(kind)}. {advice()}"
         raise refused(rule, **{"rope.scaling.type": "unsupported"})
@@ -173,19 +192,27 @@ def rope_scaling(header: GgufHeader, own: Mapping[str, Any], fields: Mapping[str
     return {"rope_type": "linear"} | ({} if factor is None else {"factor": factor})
 
 
-def yarn_scaling(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
-    """The YaRN of a file: llama.cpp has the ramp and the attention factor of the paper, where no field says otherwise."""
-    unread = {name for name in own if name.startswith("rope.scaling.")} - {*YARN, "rope.scaling.type", "rope.scaling.finetuned"}
-    if odd := sorted(name for name in unread if own[name] not in (0, 1)):
+def yarn_scaling(header: GgufHeader, own: Mapping[str, Any], form: GgufForm) -> dict[str, Any]:
+    """The YaRN of a file: llama.cpp has the ramp and the attention factor of the paper, where no field says otherwise.
+
+    Converters also write the attention factor of config.json, which is then that of the paper.
+    """
+    factor = "rope.scaling.factor"
+    check_fields(own, {factor: ROPE["factor"]}, str(header.file), [factor])
+    given = {known: own[name] for name, known in {**YARN, **form.yarn}.items() if name in own}
+    usual = 0, 1, 0.1 * math.log(own[factor]) + 1
+    read = {*YARN, *form.yarn, "rope.scaling.type", "rope.scaling.finetuned"}
+    unread = {name: value for name, value in own.items() if name.startswith("rope.scaling.") and name not in read}
+    if odd := sorted(
+        name for name, value in unread.items() if type(value) not in (int, float) or not np.isclose(value, usual).any()
+    ):
         rule = f"{header.file}: YaRN must have no {', '.join(odd)}, got {shown(own[odd[0]])}. {advice()}"
         raise refused(rule, **{odd[0]: "unsupported"})
-    given = {known: own[name] for name, known in YARN.items() if name in own}
-    return {"rope_type": "yarn"} | given
+    return {"rope_type": "yarn"} | dict(form.rope) | given
 
 
-def llama3_scaling(header: GgufHeader, own: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any] | None:
+def llama3_scaling(header: GgufHeader, own: Mapping[str, Any], theta: float, width: int) -> dict[str, Any] | None:
     """The Llama 3 scaling from which a table of divisors was made. Refuses a table of any other origin."""
-    width = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
     tensor = header.tensors[FREQUENCIES]
     if tensor.shape != (width // 2,):
         rule = f"{header.file}: {FREQUENCIES} must have shape {(width // 2,)}, got {tensor.shape}. {AGAIN}"
@@ -199,7 +226,7 @@ def llama3_scaling(header: GgufHeader, own: Mapping[str, Any], fields: Mapping[s
         {"rope.scaling.original_context_length": length}, {"rope.scaling.original_context_length": positions}, str(header.file)
     )
     scaling = {"rope_type": "llama3", "factor": float(str(found.max())), **LLAMA3, "original_max_position_embeddings": length}
-    expected = llama3_divisors(fields["rope_theta"], width, scaling["factor"], length)
+    expected = llama3_divisors(theta, width, scaling["factor"], length)
     if not np.allclose(found, expected, rtol=1e-4, atol=0):
         raise refused(
             f"{header.file}: {FREQUENCIES} must be the Llama 3 scaling of {length} positions with factors {LLAMA3}, got other "
@@ -220,28 +247,37 @@ def llama3_divisors(theta: float, width: int, factor: float, length: int) -> np.
 # Tensors
 
 
-def gguf_family(config: ModelConfig) -> Family:
-    """The family of a model, with the names of tensors that llama.cpp gives them."""
-    family = find_family(config.family)
-    names = dict(TENSORS)
-    for fields, name in STACKED.items():
-        if len({family.tensors[field] for field in fields}) == 1:
-            names |= dict.fromkeys(fields, name)
-    return dataclasses.replace(family, tensors=names, layer_prefix="blk.{}.")
+def gguf_family(header: GgufHeader, config: ModelConfig) -> Family:
+    """The family of a model, with the names that its tensors have in the file."""
+    return form_of(config.family).named(find_family(config.family), header.tensors)
 
 
-def check_gguf_tensors(header: GgufHeader, wanted: Mapping[str, tuple[int, ...]]) -> None:
+def check_gguf_tensors(header: GgufHeader, wanted: Mapping[str, tuple[int, ...]], config: ModelConfig) -> None:
     """Refuses missing, unexpected and misshapen tensors, unknown quantisation, and data outside of the file."""
-    where, tensors = str(header.file), header.tensors
+    where, tensors = (
+        str(header.file),
+        {name: header.tensors[name] for name in header.tensors if not is_prediction(name, config)},
+    )
     if missing := [name for name in wanted if name not in tensors]:
         raise refused(f"{where} must contain {some(missing)}; missing. {AGAIN}", file="missing")
     if surplus := sorted(tensors.keys() - wanted.keys() - {FREQUENCIES}):
         rule = f"{where} must not contain {some(surplus)}, which its architecture does not use. {advice()}"
         raise refused(rule, file="unsupported")
     for name, shape in wanted.items():
-        if tensors[name].shape != shape:
+        if without_ones(tensors[name].shape) != without_ones(shape):
             raise refused(f"{where}: {name} must have shape {shape}, got {tensors[name].shape}. {AGAIN}", file="does_not_fit")
     check_extents(header, tensors)
+
+
+def is_prediction(tensor: str, config: ModelConfig) -> bool:
+    """Whether a tensor is of a layer of multi-token prediction, which the metadata count among the layers."""
+    layer = tensor.removeprefix(LAYER.split("{}")[0]).split(".")[0]
+    return layer.isdecimal() and len(layer) < 5 and config.num_layers <= int(layer)
+
+
+def without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without axes of length 1, which llama.cpp drops from some tensors."""
+    return tuple(size for size in shape if size != 1)
 
 
 def some(names: list[str]) -> str:
@@ -295,7 +331,7 @@ def block_of(kind: int, where: str) -> tuple[int, int]:
 
 def stored_dtype(header: GgufHeader) -> str:
     """The dtype of the weights as safetensors names it; that of quantised weights is BF16."""
-    kind = find_gguf().GGMLQuantizationType(header.tensors[TENSORS["embedding"]].kind).name
+    kind = find_gguf().GGMLQuantizationType(header.tensors[NAMES["embedding"]].kind).name
     return kind if kind in ("F32", "F16") else "BF16"
 
 
@@ -319,12 +355,9 @@ def read_tensor(header: GgufHeader, name: str) -> np.ndarray:
     return values.reshape(tensor.shape)
 
 
-def read_gguf_weight(header: GgufHeader, name: str, config: ModelConfig) -> np.ndarray:
-    """A tensor in float32 as a Hugging Face checkpoint has it."""
+def read_gguf_weight(header: GgufHeader, name: str, shape: tuple[int, ...], config: ModelConfig) -> np.ndarray:
+    """A tensor in float32 as a Hugging Face checkpoint has it, where it has this shape."""
     values = read_tensor(header, name)
-    heads = {"attn_q.weight": config.num_query_heads, "attn_k.weight": config.num_kv_heads}.get(name.split(".", 2)[-1])
-    if heads is None or not find_family(config.family).is_interleaved_in_gguf:
-        return values
-    # llama.cpp rotates neighbouring channels of Llama, so its converter interleaved the halves of each head.
-    # In: rows 0 4 1 5 2 6 3 7 of a head of 8. Out: 0 1 2 3 4 5 6 7.
-    return values.reshape(heads, -1, 2, values.shape[-1]).swapaxes(1, 2).reshape(values.shape)
+    own = name.split(".", 2)[-1] if name.startswith(LAYER.split("{}")[0]) else name
+    restore = form_of(config.family).restored.get(own)
+    return (restore(values, config) if restore else values).reshape(shape)

@@ -9,8 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jkv.checkpoints.families import FAMILIES
 from jkv.checkpoints.family import MAX_VOCAB
+from jkv.checkpoints.gguf_families import FORMS
 from jkv.checkpoints.gguf_header import GgufHeader
 from jkv.checkpoints.json_files import CORRECT, SWITCH, TEXT, Rule, check_fields, integer, shown
 from jkv.checkpoints.tokenizer import make_tokenizer
@@ -28,6 +28,7 @@ MAX_PIECE = 128  # characters of a token whose merges are derived
 TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN2 = rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{TAIL}"
 LLAMA3 = rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{TAIL}"
+QWEN35 = QWEN2.replace(r"]?\p{L}+", r"]?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 TAIL_WITH_SLASH = TAIL.replace(r"[\r\n]*", r"[\r\n/]*")
 WORD = rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{{0}}|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{{0}}"
@@ -48,12 +49,13 @@ PRE_TOKENIZERS = {  # by tokenizer.ggml.pre
     "gpt-2": [BYTES],
     **{name: [DIGITS, BYTES] for name in ("smollm", "starcoder", "refact")},
     **{name: split(QWEN2) for name in ("qwen2", "deepseek-r1-qwen")},
-    **{name: split(LLAMA3) for name in ("llama-bpe", "llama3", "llama-v3", "falcon3", "dbrx", "smaug-bpe")},
+    **{name: split(LLAMA3) for name in ("llama-bpe", "llama3", "llama-v3", "falcon3", "dbrx", "smaug-bpe", "glm4")},
+    "qwen35": split(QWEN35),
     "tekken": split(TEKKEN),
     "gpt-4o": split(GPT4O),
 }
 WHOLE = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")  # known words are not merged, and a text begins with BOS
-COMPOSED = ("qwen2",)  # in Unicode's form NFC
+COMPOSED = ("qwen2", "qwen35")  # in Unicode's form NFC
 
 STRINGS = Rule("a list of strings", lambda value: isinstance(value, list))
 
@@ -226,8 +228,8 @@ def derived_merges(own: Mapping[str, Any], where: str) -> list[list[str]]:
 
 def added_tokens(own: Mapping[str, Any], header: GgufHeader) -> list[dict[str, Any]]:
     """The tokens that are matched whole, before any rule splits the text."""
-    family = FAMILIES.get(str(header.metadata.get("general.architecture")))
-    strips = own["model"] == "llama" and family is not None and family.strips_in_gguf
+    form = FORMS.get(str(header.metadata.get("general.architecture")))
+    strips = own["model"] == "llama" and form is not None and form.strips
     kept = ("<unk>", "<s>", "<|endoftext|>")
     return [
         {

@@ -31,6 +31,7 @@ from jkv.checkpoints.checkpoint_tensors import (
     list_tensors,
     origins_of,
     read_mxfp4,
+    stacked_shape,
     tensor_parts,
     with_mxfp4,
 )
@@ -187,8 +188,8 @@ def warn_of_fp8(stored: Mapping[str, Stored], kept: Kept, folder: Path) -> None:
 
 def read_gguf_weights(header: GgufHeader, config: ModelConfig, kept: Kept, places: Params | None = None) -> Params:
     """The weights of a GGUF file, dequantised one by one, in the layout of `Params`; `places`: see `read_weights`."""
-    wanted = tensor_parts(config, gguf_family(config))
-    read = one_at_a_time(lambda name: read_gguf_weight(header, name, config))
+    wanted = tensor_parts(config, gguf_family(header, config))
+    read = one_at_a_time(lambda name: read_gguf_weight(header, name, stacked_shape(wanted[name]), config))
     kept = kept.chosen(DTYPES[stored_dtype(header)])
     return read_leaves(config, wanted, read, kept, lambda name: f"{header.file}: {name}", places)
 

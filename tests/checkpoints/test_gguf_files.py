@@ -7,6 +7,7 @@ import sys
 import tracemalloc
 
 import gguf
+import jax
 import numpy as np
 import pytest
 
@@ -16,10 +17,25 @@ from jkv.checkpoints import loading as checkpoint
 from jkv.checkpoints.gguf_header import read_header
 from jkv.checkpoints.model_shapes import find_shape
 from jkv.model.params import RopeScaling
-from tests.support.checkpoints import CASES, GOLDEN, SMALL, assert_equal, dense_logits, random_params
-from tests.support.gguf_models import KINDS, SCALES, Kind, write_gguf, write_twin
+from tests.support.checkpoints import CASES, GOLDEN, SMALL, assert_equal, dense_logits, golden_copy, random_params
+from tests.support.gguf_models import ARCHITECTURES, KINDS, SCALES, Kind, write_gguf, write_twin
 
 GOLDEN_CONFIG = "llama_scaled"
+
+
+NEW = {  # golden cases, with the fields of config.json that no file can say, as all files of the family have them
+    "gemma3": {"query_pre_attn_scalar": 16},
+    "glm4_moe": {},
+    "glm4_moe_air": {},
+    "gpt_oss": {"swiglu_limit": 7.0},
+    "ministral3": {},
+    "olmo3": {},
+    "qwen3_5": {},
+    "qwen3_5_moe": {},
+    "qwen3_moe": {},
+    "qwen3_yarn": {},
+    "smollm3": {"no_rope_layers": [1, 1, 1]},
+}
 
 
 def without_ends(params):
@@ -35,6 +51,21 @@ def test_a_file_is_the_model_of_its_folder(case, tmp_path):
     reference = np.load(GOLDEN / case / "reference.npz")  # of transformers
     logits = dense_logits(params, np.concatenate([reference["prompt"], reference["greedy"]]))
     np.testing.assert_array_equal(logits[len(reference["prompt"]) - 1 : -1].argmax(-1), reference["greedy"])
+
+
+@pytest.mark.parametrize("case", NEW)
+def test_a_file_of_each_family_is_the_model_of_its_folder(case, tmp_path):
+    folder = golden_copy(tmp_path / "folder", case, **NEW[case])
+    write_gguf(tmp_path / "model.gguf", folder)
+    params, expected = jkv.load(tmp_path / "model.gguf").params, without_ends(checkpoint.load(folder).params)
+    assert params.config == expected.config
+    for (path, leaf), other in zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(expected), strict=True):
+        assert leaf.dtype == other.dtype, path
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=5e-7, err_msg=str(path))  # norms, and the logarithm of decays
+    if not NEW[case]:
+        reference = np.load(folder / "reference.npz")  # of transformers
+        logits = dense_logits(params, reference["prompt"])
+        np.testing.assert_allclose(logits, reference["prompt_logits"], atol=1e-4)
 
 
 WIDE = dataclasses.replace(SMALL, width=256, head_size=64, mlp_width=256, num_layers=1)
@@ -68,9 +99,13 @@ def test_transformers_computes_the_same_with_the_dequantised_weights(folders, tm
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
+    files = {tmp_path / f"{case}.gguf": golden_copy(tmp_path / case, case, **fields) for case, fields in NEW.items()}
+    for file, folder in files.items():
+        write_gguf(file, folder)
     for family in FAMILIES:
         file = tmp_path / f"{family}.gguf"
-        twin = write_twin(tmp_path / family, folders / family, write_gguf(file, folders / family, Kind.Q8_0))
+        files[file] = write_twin(tmp_path / family, folders / family, write_gguf(file, folders / family, Kind.Q8_0))
+    for file, twin in files.items():
         theirs = AutoModelForCausalLM.from_pretrained(twin, attn_implementation="eager", dtype=torch.float32)
         tokens = np.random.default_rng(0).integers(0, 96, 80)
         with torch.no_grad():
@@ -115,17 +150,19 @@ def test_the_missing_package_is_named(monkeypatch, tmp_path):
         jkv.load(tmp_path / "model.gguf")
 
 
-def config_of(file, case=GOLDEN_CONFIG, **fields):
-    """The configuration of a golden case with fields of the metadata changed; None removes one."""
+def config_of(file, case=GOLDEN_CONFIG, change=None, **fields):
+    """The configuration of a golden case with fields of the metadata changed; None removes one. `change` is of the tensors."""
 
-    def change(own, stored):
+    def changed(own, stored):
+        if change:
+            change(stored)
         for name, value in fields.items():
             key = name.replace("__", ".")
             own.pop(key, None)
             if value is not None:
                 own[key] = value
 
-    write_gguf(file, GOLDEN / case, change=change)
+    write_gguf(file, GOLDEN / case, change=changed)
     return find_shape(file)[1]
 
 
@@ -156,7 +193,7 @@ def test_the_table_of_llama_3_is_recognised_without_a_length(tmp_path):
 
 REFUSED = {
     "architecture": ({"general__architecture": "gemma"}, "general.architecture must be one of llama, .* got 'gemma'"),
-    "qwen3-moe": ({"general__architecture": "qwen3_moe"}, "must be one of llama, qwen2, qwen3, phi3, got 'qwen3_moe'"),
+    "qwen3-moe": ({"general__architecture": "qwen3_moe"}, "must be one of llama, qwen2, .* qwen3moe, .*, got 'qwen3_moe'"),
     "no-layers": ({"llama__block_count": None}, r"llama: block_count must be an integer in \[1, 1024\], got none"),
     "layers": ({"llama__block_count": 2000}, "block_count must be .* got 2000"),
     "layers-as-text": ({"llama__block_count": "2"}, "block_count must be .* got '2'"),
@@ -164,7 +201,7 @@ REFUSED = {
     "no-epsilon": ({"llama__attention__layer_norm_rms_epsilon": None}, "layer_norm_rms_epsilon must be .* got none"),
     "nan-epsilon": ({"llama__attention__layer_norm_rms_epsilon": float("nan")}, "layer_norm_rms_epsilon must be .* got nan"),
     "theta": ({"llama__rope__freq_base": 0.5}, "rope.freq_base must be .* got 0.5"),
-    "experts": ({"llama__expert_count": 8}, r"llama.expert_count must be 0 \(no mixture of experts\), got 8"),
+    "experts": ({"llama__expert_count": 8}, "llama.expert_count must be 0 in llama, got 8"),
     "window": ({"llama__attention__sliding_window": 64}, "sliding_window must be 0 or at least context_length=256"),
     "values": ({"llama__attention__value_length": 16}, "value_length .* must be attention.key_length=8, got 16"),
     "rotary": ({"llama__rope__dimension_count": 4}, "rope.dimension_count must be the head size 8, got 4"),
@@ -179,6 +216,87 @@ REFUSED = {
 def test_what_the_decoder_cannot_do_is_refused(fields, message, tmp_path):
     with pytest.raises(ValueError, match=f"(?s){tmp_path / 'model.gguf'}.*{message}"):
         config_of(tmp_path / "model.gguf", **fields)
+
+
+REFUSED_ELSEWHERE = {
+    "softcap": ("gemma3", {"attn_logit_softcapping": 50.0}, "gemma3.attn_logit_softcapping must be 0 in gemma3_text, got 50.0"),
+    "scale": ("gemma3", {"attention__scale": 0.1}, "attention.scale must be 0 in gemma3_text, got 0.1"),
+    "pattern": ("olmo3", {"attention__sliding_window_pattern": [True]}, "pattern must have an entry for each of the 3 layers"),
+    "pattern-of-text": ("olmo3", {"attention__sliding_window_pattern": "no"}, "pattern must be .* got 'no'"),
+    "window": ("olmo3", {"attention__sliding_window": "10"}, "attention.sliding_window must be .* got '10'"),
+    "window-base": ("gpt_oss", {"rope__freq_base_swa": 50.0}, "freq_base_swa must be rope.freq_base=100, got 50"),
+    "no-experts": ("qwen3_moe", {"expert_used_count": None}, "qwen3moe: expert_used_count must be .* got none"),
+    "gating": ("glm4_moe", {"expert_gating_func": 1}, "expert_gating_func must be 2, that of glm4_moe, got 1"),
+    "gating-of-gpt-oss": ("gpt_oss", {"expert_gating_func": 2}, "expert_gating_func must be 3, that of gpt_oss, got 2"),
+    "predicted": ("glm4_moe", {"nextn_predict_layers": 4}, "nextn_predict_layers must be below block_count=4, got 4"),
+    "shared": ("qwen3_moe", {"expert_shared_count": 1}, "expert_shared_count must be 0 in qwen3_moe, got 1"),
+    "route-scale": ("qwen3_moe", {"expert_weights_scale": 2.5}, "expert_weights_scale must be 0 or 1 in qwen3_moe, got 2.5"),
+    "states": ("qwen3_5", {"ssm__inner_size": 50}, "inner_size must be a multiple of ssm.time_step_rank=4, got 50"),
+    "no-states": ("qwen3_5", {"ssm__state_size": None}, "ssm.state_size must be .* got none"),
+    "temperature": ("qwen3_yarn", {"attention__temperature_scale": 0.1}, "temperature_scale must be 0 in qwen3, got 0.1"),
+}
+
+
+@pytest.mark.parametrize(("case", "fields", "message"), REFUSED_ELSEWHERE.values(), ids=REFUSED_ELSEWHERE)
+def test_what_changes_the_arithmetic_of_a_family_is_refused(case, fields, message, tmp_path):
+    with pytest.raises(ValueError, match=f"(?s){tmp_path / 'model.gguf'}.*{message}"):
+        config_of(tmp_path / "model.gguf", case, **prefixed(case, fields))
+
+
+def test_what_no_file_of_a_family_says_is_known(tmp_path):
+    file = tmp_path / "model.gguf"
+    smollm3 = config_of(file, "smollm3", smollm3__block_count=8)
+    assert smollm3.layers_without_rope == (3, 7)
+    gemma3 = prefixed("gemma3", {"block_count": 8, "attention__sliding_window_pattern": None, "rope__freq_base_swa": None})
+    config = config_of(file, "gemma3", **gemma3)
+    assert (config.window_layers, config.window_theta, config.attention_scale) == ((0, 1, 2, 3, 4, 6, 7), None, 0.0)
+    assert config.rope_theta == config.in_windows.rope_theta == 10_000.0
+    largest = gemma3 | {"gemma3__block_count": 62, "gemma3__embedding_length": 96}
+    assert config_of(file, "gemma3", change=widened, **largest).attention_scale == 24**-0.5  # 96 / 4, as in the 27B
+    every = prefixed("gemma3", {"attention__sliding_window": None, "attention__sliding_window_pattern": None})
+    assert config_of(file, "gemma3", **every).window_layers == ()
+    olmo3 = config_of(file, "olmo3", **prefixed("olmo3", {"block_count": 8, "attention__sliding_window_pattern": 4}))
+    assert olmo3.window_layers == (0, 1, 2, 4, 5, 6)
+    yarn = config_of(file, "ministral3", mistral3__rope__scaling__yarn_log_multiplier=1.0).rope_scaling
+    assert (yarn.attention_factor, yarn.beta_fast) == (1.0, 2.0)
+    assert not config_of(file, "gpt_oss").rope_scaling.truncates
+    with pytest.warns(UserWarning, match="at most 96 tokens in place of 768"):
+        config_of(file, "ministral3")
+
+
+def widened(stored):
+    """The embedding of a wider model, which alone is read for a configuration."""
+    stored["token_embd.weight"] = np.zeros((96, 96), np.float32), Kind.F32
+
+
+def prefixed(case, fields):
+    """Fields of the metadata with the architecture of a golden case before them."""
+    family = json.loads((GOLDEN / case / "config.json").read_text())["model_type"]
+    return {f"{ARCHITECTURES.get(family, family)}__{name}": value for name, value in fields.items()}
+
+
+def test_experts_in_mxfp4_and_gates_joined_with_ups_are_read(tmp_path):
+    exact = {}
+
+    def quantise(fields, stored):
+        for name in [name for name in stored if "gate_exps.weight" in name or "up_exps.weight" in name]:
+            raw = gguf.quantize(stored[name][0], Kind.MXFP4)
+            exact[name] = gguf.dequantize(raw, Kind.MXFP4)
+            stored[name] = raw, Kind.MXFP4
+
+    def join(fields, stored):
+        for layer in range(4):
+            pair = [stored.pop(f"blk.{layer}.ffn_{part}_exps.weight")[0] for part in ("gate", "up")]
+            stored[f"blk.{layer}.ffn_gate_up_exps.weight"] = np.concatenate(pair, 1), Kind.F32
+
+    write_gguf(tmp_path / "mxfp4.gguf", GOLDEN / "gpt_oss", change=quantise)
+    layers = jkv.load(tmp_path / "mxfp4.gguf").params.layers
+    for i, layer in enumerate(layers):
+        np.testing.assert_array_equal(layer.experts.gate, exact[f"blk.{i}.ffn_gate_exps.weight"])
+        np.testing.assert_array_equal(layer.experts.up, exact[f"blk.{i}.ffn_up_exps.weight"])
+    write_gguf(tmp_path / "separate.gguf", GOLDEN / "qwen3_5_moe")
+    write_gguf(tmp_path / "joined.gguf", GOLDEN / "qwen3_5_moe", change=join)
+    assert_equal(jkv.load(tmp_path / "joined.gguf").params, jkv.load(tmp_path / "separate.gguf").params)
 
 
 def test_other_scalings_are_refused_by_name(tmp_path):

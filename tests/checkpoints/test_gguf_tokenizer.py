@@ -74,6 +74,10 @@ SPLITS = {  # what the models' own tokenizer.json has
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
+    "qwen35": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+        r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
     "tekken": (
         r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
         r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
@@ -94,7 +98,7 @@ def test_texts_have_the_tokens_of_the_original(name, tmp_path):
     else:
         steps = [pre_tokenizers.Digits(individual_digits=True)] * (name == "smollm") + [pre_tokenizers.ByteLevel(False)]
     whole = name in ("llama-bpe", "tekken")
-    original = trained(steps, normalizers.NFC() if name == "qwen2" else None, ignore_merges=whole)
+    original = trained(steps, normalizers.NFC() if name in ("qwen2", "qwen35") else None, ignore_merges=whole)
     tokenizer = read(fields_of(original, pre=name), tmp_path)
     for text in [*CORPUS, "".join(CORPUS), "<|im_start|>user\nA<think>b</think> <|im_end|> c", ""]:
         ids = original.encode(text).ids
@@ -105,7 +109,7 @@ def test_texts_have_the_tokens_of_the_original(name, tmp_path):
 
 def test_each_name_splits_in_its_own_way():
     ways = {name: str(steps) for name, steps in PRE_TOKENIZERS.items()}
-    assert len(set(ways.values())) == 6
+    assert len(set(ways.values())) == 7
 
 
 PIECES = ["<unk>", "<s>", "</s>", *[f"<0x{byte:02X}>" for byte in range(256)]]

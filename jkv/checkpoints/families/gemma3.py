@@ -94,5 +94,4 @@ FAMILY = Family(
     unread_fields=UNREAD,
     ignored_fields=frozenset({"_sliding_window_pattern"}),
     tensors=TENSORS | NORMS,
-    is_read_from_gguf=False,
 )

@@ -229,5 +229,4 @@ FAMILY = Family(
     unread_fields=UNREAD,
     tensors=TENSORS | NORMS | EXPERTS | INPUTS,
     untransposed=frozenset({"experts.gate", "experts.up", "layer_inputs.embedding"}),
-    is_read_from_gguf=False,
 )

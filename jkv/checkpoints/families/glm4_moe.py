@@ -47,5 +47,4 @@ FAMILY = Family(
     tensors=TENSORS | EXPERTS,
     tensors_beside_experts=SHARED,
     prediction_tensor="eh_proj.weight",
-    is_read_from_gguf=False,
 )

@@ -52,5 +52,4 @@ FAMILY = Family(
     interleaved=frozenset({"experts.gate", "experts.up", "experts.gate_bias", "experts.up_bias"}),
     untransposed=frozenset({"experts.down", "experts.gate_bias", "experts.up_bias", "experts.down_bias"}),
     reads_mxfp4=True,
-    is_read_from_gguf=False,
 )

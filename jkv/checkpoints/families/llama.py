@@ -9,5 +9,4 @@ FAMILY = Family(
     says_out_bias=True,
     bias_switches=("mlp_bias",),
     defaults={"num_key_value_heads": None},
-    is_interleaved_in_gguf=True,
 )

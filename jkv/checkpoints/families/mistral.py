@@ -26,7 +26,6 @@ FAMILY = Family(
     "mistral",
     "MistralForCausalLM",
     bias_switches=(),
-    is_read_from_gguf=False,  # they say that it is a llama
     kinds=alike,
     defaults={"sliding_window": 4096},
     multimodal=IMAGES,

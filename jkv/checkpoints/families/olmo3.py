@@ -21,5 +21,4 @@ FAMILY = Family(
     defaults={"num_key_value_heads": None, "rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 500_000.0},
     unread_fields=UNREAD,
     tensors=TENSORS | NORMS,
-    is_read_from_gguf=False,
 )

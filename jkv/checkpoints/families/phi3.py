@@ -15,5 +15,4 @@ FAMILY = Family(
     kinds=alike,
     defaults={"num_key_value_heads": None, "rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     tensors=TENSORS | STACKED,
-    strips_in_gguf=True,
 )

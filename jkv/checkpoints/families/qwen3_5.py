@@ -117,5 +117,4 @@ FAMILY = Family(
     ignored_fields=frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}),
     tensors=TENSORS | DELTA,
     untransposed=frozenset({"delta.query_taps", "delta.key_taps", "delta.value_taps"}),
-    is_read_from_gguf=False,
 )

@@ -21,5 +21,4 @@ FAMILY = Family(
     kinds=alike,
     defaults={"sliding_window": 4096, "norm_topk_prob": False},
     tensors=TENSORS | EXPERTS,
-    is_read_from_gguf=False,
 )

@@ -18,5 +18,4 @@ FAMILY = Family(
     has_windows=True,
     kinds=kinds_by(kind_of),
     defaults={"rope_theta": 2e6, "tie_word_embeddings": True, "no_rope_layers": None, "no_rope_layer_interval": 4},
-    is_read_from_gguf=False,
 )
