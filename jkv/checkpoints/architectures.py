@@ -39,6 +39,7 @@ from jkv.checkpoints.json_files import (
     number,
     shown,
 )
+from jkv.checkpoints.packed_tensors import packing_of
 from jkv.checkpoints.settings import BESIDE_KINDS, kind_of_rope, settings_of
 from jkv.checkpoints.unread_fields import check_unread
 from jkv.errors import refused
@@ -344,8 +345,12 @@ def check_family(fields: Mapping[str, Any], where: str) -> Family:
         raise refused(rule, architectures="unsupported")
     quantised = fields.get("quantization_config") or fields.get("compression_config")
     method = quantised.get("quant_method", "unknown") if quantised else None
-    if quantised and not (fp8_block(quantised) or (family.reads_mxfp4 and method == "mxfp4")):
-        rule = f"{where}: weights must not be quantised but in FP8, got quantization_config with method {method!r}. {advice()}"
+    is_read = not quantised or fp8_block(quantised) or (family.reads_mxfp4 and method == "mxfp4")
+    if not is_read and packing_of(quantised or {}, where) is None:
+        rule = (
+            f"{where}: weights must be unquantised, in FP8, or packed by GPTQ, AWQ or compressed-tensors, got "
+            f"quantization_config with method {method!r}. {advice()}"
+        )
         raise refused(rule, quantization_config="unsupported")
     return family
 

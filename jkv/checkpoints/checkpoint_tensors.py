@@ -201,7 +201,7 @@ def check_tensor(fields: dict[str, Any], where: str) -> tuple[int, int]:
     return begin, end
 
 
-MXFP4, FP8 = "MXFP4", "FP8"  # with their scales, in place of a dtype of safetensors
+MXFP4, FP8, PACKED = "MXFP4", "FP8", "packed integers"  # with their scales, in place of a dtype of safetensors
 BLOCKS, SCALES = "_blocks", "_scales"
 BLOCK_BYTES = 16
 E2M1 = np.array(  # by their four bits
@@ -357,7 +357,7 @@ def check_tensors(wanted: Mapping[str, list[Part]], stored: Mapping[str, Stored]
         if shape != stacked_shape(parts):
             rule = f"{file}: {name} must have shape {stacked_shape(parts)}, got {shape}. Use its own config.json."
             raise refused(rule, **{name: "does_not_fit"})
-        if dtype not in DTYPES and dtype not in (MXFP4, FP8):
+        if dtype not in DTYPES and dtype not in (MXFP4, FP8, PACKED):
             rule = f"{file}: {name} must be one of {', '.join(DTYPES)}, got {dtype}. Convert the weights first."
             raise refused(rule, **{name: "unsupported"})
     redundant = {unembedding} if config.tie_embeddings else set()

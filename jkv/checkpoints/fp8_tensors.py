@@ -18,7 +18,7 @@ from jkv.errors import refused
 
 F8 = "F8_E4M3"  # in safetensors headers
 WEIGHT = ".weight"
-SCALES = (".weight_scale_inv", ".weight_scale")  # both multiply
+SCALES = ("_scale_inv", "_scale")  # after the name of a matrix, or of the tensor of all experts of a layer; both multiply
 UNREAD = (".input_scale", ".activation_scale", ".input_scale_inv")
 BLOCK = 128  # of rows and columns, where config.json does not say it
 
@@ -51,12 +51,12 @@ def with_fp8(stored: Mapping[str, Stored], block: tuple[int, int]) -> dict[str, 
     """
     found = {name: tensor for name, tensor in stored.items() if not name.endswith(UNREAD)}
     for name, tensor in stored.items():
-        if tensor.dtype != F8 or not name.endswith(WEIGHT):
+        if tensor.dtype != F8 or not (name.endswith(WEIGHT) or len(tensor.shape) == 3):
             continue
         scale = scale_name(name, stored)
         if scale is None:
-            rule = f"{tensor.file}: {name} in FP8 must have weight_scale or weight_scale_inv; missing. Download it again."
-            raise refused(rule, **{name: "missing"})
+            names = " or ".join(name + ending for ending in SCALES)
+            raise refused(f"{tensor.file}: {name} in FP8 must have {names}; missing. Download it again.", **{name: "missing"})
         shape, dtype = stored[scale].shape, stored[scale].dtype
         if dtype not in DTYPES or shape not in scale_shapes(tensor.shape, block):
             raise refused(
@@ -70,27 +70,34 @@ def with_fp8(stored: Mapping[str, Stored], block: tuple[int, int]) -> dict[str, 
 
 
 def scale_name(weight: str, names: Mapping[str, Any]) -> str | None:
-    """The tensor with the scales of a matrix."""
-    return next((name for ending in SCALES if (name := weight.removesuffix(WEIGHT) + ending) in names), None)
+    """The tensor with the scales of a matrix, or of all experts of a layer."""
+    return next((weight + ending for ending in SCALES if weight + ending in names), None)
 
 
 def scale_shapes(shape: tuple[int, ...], block: tuple[int, int]) -> set[tuple[int, ...]]:
-    """The shapes that the scales of a matrix may have."""
-    rows, columns = shape if len(shape) == 2 else (0, 0)
-    return {(), (1,), (rows,), (rows, 1), (-(-rows // block[0]), -(-columns // block[1]))} if rows else set()
+    """The shapes that the scales of a matrix may have; those of several matrices begin with their number."""
+    if len(shape) not in (2, 3):
+        return set()
+    *lead, rows, columns = shape
+    blocks = -(-rows // block[0]), -(-columns // block[1])
+    own: set[tuple[int, ...]] = {(), (rows,), (rows, 1), blocks} | (set() if lead else {(1,)})
+    return {(*lead, *one) for one in own | {(1, 1)}}
 
 
 def read_fp8(
     read: Callable[[str], np.ndarray], weight: str, names: Mapping[str, Any], block: tuple[int, int]
-) -> Float[np.ndarray, "rows columns"]:
-    """A matrix in float32; `read` gives it and its scales by their names."""
+) -> Float[np.ndarray, "*experts rows columns"]:
+    """A matrix, or those of all experts of a layer, in float32; `read` gives it and its scales by their names."""
     codes, scale = read(weight), read(scale_name(weight, names) or "").astype(np.float32)
-    rows, columns = codes.shape
-    if scale.shape == (rows,) and rows > 1:
-        scale = scale[:, None]
-    elif scale.size > 1 and scale.shape != (rows, 1):
-        scale = np.repeat(np.repeat(scale, block[0], 0), block[1], 1)[:rows, :columns]
-    return codes.astype(np.float32) * (scale.reshape(1, 1) if scale.size == 1 else scale)
+    *lead, rows, columns = codes.shape
+    own = scale.shape[len(lead) :]
+    if own == (rows,) and rows > 1:
+        scale = scale[..., None]
+    elif own in ((), (1,), (1, 1)):
+        scale = scale.reshape(*lead, 1, 1)
+    elif own != (rows, 1):
+        scale = np.repeat(np.repeat(scale, block[0], -2), block[1], -1)[..., :rows, :columns]
+    return codes.astype(np.float32) * scale
 
 
 def read_codes(tensor: Stored) -> np.ndarray:

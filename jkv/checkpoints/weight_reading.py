@@ -22,6 +22,7 @@ from jkv.checkpoints.checkpoint_tensors import (
     DTYPES,
     FP8,
     MXFP4,
+    PACKED,
     Bounds,
     Origin,
     Part,
@@ -40,6 +41,7 @@ from jkv.checkpoints.fp8_tensors import fp8_block, read_codes, read_fp8, with_fp
 from jkv.checkpoints.gguf_files import gguf_family, read_gguf_weight, stored_dtype
 from jkv.checkpoints.gguf_header import GgufHeader
 from jkv.checkpoints.json_files import AGAIN, printable, read_json
+from jkv.checkpoints.packed_tensors import Packing, packing_of, read_packed, with_packed
 from jkv.checks import shown
 from jkv.errors import InputError, refused
 from jkv.model.eight_bits import coded, quantise_weights
@@ -141,9 +143,11 @@ def read_weights(folder: Path, config: ModelConfig, kept: Kept, places: Params |
     stored = {name: listed[full] for name, full in on_disk.items()}
     stored = with_mxfp4(stored) if family.reads_mxfp4 else stored
     fields, every = read_json(folder / "config.json"), stored
-    block = fp8_block(fields.get("quantization_config") or fields.get("compression_config") or {})
-    stored = with_fp8(stored, block) if block else stored
-    warn_of_fp8(stored, kept, folder)
+    quantised = fields.get("quantization_config") or fields.get("compression_config") or {}
+    block = fp8_block(quantised)
+    packing = None if block else packing_of(quantised, str(folder))
+    stored = with_fp8(stored, block) if block else with_packed(stored, packing) if packing else stored
+    warn_of_dequantised(stored, kept, folder, packing)
     wanted = tensor_parts(config, family.as_stored(stored))
     check_tensors(wanted, stored, config)
     with contextlib.ExitStack() as stack:
@@ -166,6 +170,7 @@ def read_weights(folder: Path, config: ModelConfig, kept: Kept, places: Params |
         dequantise: dict[str, Callable[[str], np.ndarray]] = {
             MXFP4: lambda name: read_mxfp4(read_stored, name),
             FP8: lambda name: read_fp8(read_stored, name, every, block or (0, 0)),
+            PACKED: lambda name: read_packed(read_stored, name, every, packing or Packing("", 0, 0)),
         }
         read_whole = one_at_a_time(lambda name: dequantise[stored[name].dtype](name))
 
@@ -179,11 +184,16 @@ def read_weights(folder: Path, config: ModelConfig, kept: Kept, places: Params |
     return params
 
 
-def warn_of_fp8(stored: Mapping[str, Stored], kept: Kept, folder: Path) -> None:
-    """Warns that weights in FP8 are kept in another form."""
-    if any(tensor.dtype == FP8 for tensor in stored.values()):
-        form = f"requantised to {kept.weight_dtype}" if kept.weight_dtype else 'dequantised; weight_dtype="fp8" keeps 8 bits'
-        warnings.warn(f"{folder}: weights in FP8 are {form}. Activations are not quantised.", stacklevel=4)
+def warn_of_dequantised(stored: Mapping[str, Stored], kept: Kept, folder: Path, packing: Packing | None) -> None:
+    """Warns that weights in FP8 or in packed integers are kept in another form."""
+    dtypes = {tensor.dtype for tensor in stored.values()} & {FP8, PACKED}
+    if dtypes:
+        form = FP8 if packing is None else f"{packing.bits} bits ({packing.method})"
+        keeps = "fp8" if packing is None else "int8"
+        now = (
+            f"requantised to {kept.weight_dtype}" if kept.weight_dtype else f'dequantised; weight_dtype="{keeps}" keeps 8 bits'
+        )
+        warnings.warn(f"{folder}: weights in {form} are {now}. Activations are not quantised.", stacklevel=4)
 
 
 def read_gguf_weights(header: GgufHeader, config: ModelConfig, kept: Kept, places: Params | None = None) -> Params:

@@ -79,7 +79,7 @@ def test_weights_may_be_kept_in_8_bits(weight_dtype, tmp_path):
 
 
 BAD = {
-    "no scale": (lambda tensors: tensors.pop("model.layers.0.self_attn.q_proj.weight_scale_inv"), "must have weight_scale"),
+    "no scale": (lambda tensors: tensors.pop("model.layers.0.self_attn.q_proj.weight_scale_inv"), "must have .*weight_scale"),
     "shape": (
         lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.weight_scale_inv": np.ones((5, 5), np.float32)}),
         "one for the matrix, for each row, or for each block",
@@ -105,18 +105,76 @@ def test_bad_scales_are_named(change, message, tmp_path):
         jkv.load(fp8)
 
 
-@pytest.mark.parametrize(
-    "quantised",
-    [
-        {"quant_method": "gptq", "bits": 4},
-        {"quant_method": "compressed-tensors"},
-        {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"type": "int", "num_bits": 4}}}},
-        {"quant_method": "compressed-tensors", "config_groups": [3]},
-        {"quant_method": "fp8", "weight_block_size": [0, 128]},
-        {"quant_method": "fp8", "weight_block_size": "128"},
-    ],
-    ids=lambda value: str(value)[16:60],
-)
-def test_other_quantisation_is_refused(quantised, tmp_path):
-    with pytest.raises(ValueError, match="must not be quantised but in FP8"):
+OTHERS = {
+    "gptq": ({"quant_method": "gptq", "bits": 4}, "group_size must be an integer"),
+    "no-format": ({"quant_method": "compressed-tensors"}, "format must be 'pack-quantized', got none"),
+    "integers": (
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"type": "int", "num_bits": 8}}}},
+        "format must be 'pack-quantized', got none",
+    ),
+    "no-groups": (
+        {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": [3]},
+        "must be unquantised, in FP8, or packed",
+    ),
+    "empty-block": ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "must be unquantised, in FP8, or packed"),
+    "block-of-text": ({"quant_method": "fp8", "weight_block_size": "128"}, "must be unquantised, in FP8, or packed"),
+}
+
+
+@pytest.mark.parametrize(("quantised", "message"), OTHERS.values(), ids=OTHERS)
+def test_other_quantisation_is_refused(quantised, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
         jkv.load(golden_copy(tmp_path, quantization_config=quantised))
+
+
+STACKED = {  # of the experts of a layer: the shape of the scales of 8 matrices of 32 rows and 32 or 16 columns
+    "blocks": lambda rows, columns: (8, -(-rows // 24), -(-columns // 12)),
+    "rows": lambda rows, columns: (8, rows, 1),
+    "matrices": lambda rows, columns: (8, 1, 1),
+    "experts": lambda rows, columns: (8,),
+}
+
+
+def stacked_in_fp8(folder, shape_of, drop=""):
+    """A checkpoint with one tensor for all experts of a layer in FP8, as transformers has it, and the same in floats."""
+    quantised = {"quant_method": "fp8", "weight_block_size": [24, 12]}
+    golden_copy(folder / "fp8", "qwen3_5_moe", quantization_config=quantised)
+    golden_copy(folder / "floats", "qwen3_5_moe")
+    floats, rng = load_file(folder / "floats" / "model.safetensors"), np.random.default_rng(0)
+    stored = {name: weight for name, weight in floats.items() if ".experts." not in name}
+    for layer in range(4):
+        stem = f"model.layers.{layer}.mlp.experts."
+        parts = {part: [floats[f"{stem}{i}.{part}_proj.weight"] for i in range(8)] for part in ("gate", "up", "down")}
+        both = {"gate_up_proj": np.concatenate([parts["gate"], parts["up"]], 1), "down_proj": np.stack(parts["down"])}
+        for name, weight in both.items():
+            scale = rng.uniform(0.01, 0.05, shape_of(*weight.shape[1:])).astype(np.float32)
+            whole = scale.reshape(*scale.shape, *(1,) * (3 - scale.ndim))
+            for axis, size in ((1, 24), (2, 12)):
+                whole = whole if whole.shape[axis] in (1, weight.shape[axis]) else np.repeat(whole, size, axis)
+            whole = np.broadcast_to(whole[:, : weight.shape[1], : weight.shape[2]], weight.shape)
+            codes = (weight / whole).astype(jnp.float8_e4m3fn)
+            stored |= {stem + name: codes, f"{stem}{name}_scale_inv": scale}
+            for i, numbers in enumerate(codes.astype(np.float32) * whole):
+                pair = np.split(numbers, 2) if name == "gate_up_proj" else [numbers]
+                for part, own in zip(("gate", "up") if len(pair) == 2 else ("down",), pair, strict=True):
+                    floats[f"{stem}{i}.{part}_proj.weight"] = np.ascontiguousarray(own)
+    write(folder / "fp8" / "model.safetensors", {name: tensor for name, tensor in stored.items() if name != drop})
+    save_file(floats, folder / "floats" / "model.safetensors")
+    return folder / "fp8", folder / "floats"
+
+
+@pytest.mark.parametrize("layout", STACKED)
+@pytest.mark.filterwarnings("ignore:.*weights in FP8")
+def test_one_tensor_may_have_all_experts(layout, tmp_path):
+    fp8, floats = stacked_in_fp8(tmp_path, STACKED[layout])
+    assert_equal(jkv.load(fp8).params, jkv.load(floats).params)
+
+
+def test_bad_scales_of_experts_are_named(tmp_path):
+    name = "model.layers.0.mlp.experts.down_proj"
+    fp8, _ = stacked_in_fp8(tmp_path / "missing", STACKED["blocks"], drop=f"{name}_scale_inv")
+    with pytest.raises(ValueError, match=f"{name} in FP8 must have {name}_scale_inv or .*; missing"):
+        jkv.load(fp8)
+    fp8, _ = stacked_in_fp8(tmp_path / "wrong", lambda rows, columns: (8, 3, 1))
+    with pytest.raises(ValueError, match=r"gate_up_proj_scale_inv must be floats.* got F32 of shape \(8, 3, 1\)"):
+        jkv.load(fp8)
