@@ -19,7 +19,9 @@ MOST = {
     **dict.fromkeys(("problems", "samples", "n", "prompts", "requests", "passages", "pass_at"), MOST_SAMPLES),
     **dict.fromkeys(("texts", "training", "calibration", "count", "evaluations"), MOST_SAMPLES),
     **dict.fromkeys(("max_running", "rows", "batch", "batches", "budget_batches", "most_rows", "num_devices"), MOST_ROWS),
-    **dict.fromkeys(("max_new_tokens", "new_tokens", "length", "lengths", "limit", "context", "prompt"), MOST_SLOTS),
+    **dict.fromkeys(
+        ("max_new_tokens", "max_positions", "new_tokens", "length", "lengths", "limit", "context", "prompt"), MOST_SLOTS
+    ),
     **dict.fromkeys(("max_slots", "prefill_tokens", "interval", "recent", "width", "mean", "chunk", "chunks"), MOST_SLOTS),
     "page_size": 1 << 16,
     "num_pages": (1 << 31) - 1,

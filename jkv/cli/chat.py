@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
 
     policy = make(options.policy or POLICY.default, read_settings(options.budget, options.set))
     name = options.model or MODEL.default
-    model = load_model(name, options.dtype, options.weight_dtype, options.mesh, replicas=False)
+    model = load_model(name, vars(options), replicas=False)
     if not has_chat_template(model.tokenizer):
         raise refused(
             f"chat needs a model with a chat template; {name} has none. Name "

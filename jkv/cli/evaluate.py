@@ -13,6 +13,7 @@ from jkv.cli.options import (
     CONTRASTS,
     DTYPE,
     KV_DTYPE,
+    MAX_POSITIONS,
     MAX_RUNNING,
     MESH,
     MODEL,
@@ -83,6 +84,7 @@ OPTIONS = (
     KV_DTYPE,
     DTYPE,
     WEIGHT_DTYPE,
+    MAX_POSITIONS,
     MESH,
 )
 DEFAULTS = defaults_of(OPTIONS)
@@ -134,7 +136,7 @@ def run_locked(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     chosen["settings"] = with_settings(chosen["settings"], chosen["policies"], read_settings(None, options.set))
     check_policies(chosen)
     check_contrasts(chosen["contrasts"], chosen["policies"])
-    load = functools.cache(lambda: load_model(str(chosen["model"]), chosen["dtype"], chosen["weight_dtype"], chosen["mesh"]))
+    load = functools.cache(lambda: load_model(str(chosen["model"]), chosen))
     questions = read_questions(chosen)
     sampling = Sampling(**{field: chosen[field] for field in SAMPLING_FIELDS})
     ks = check_ks(chosen["pass_at"], chosen["samples"])

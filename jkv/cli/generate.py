@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
     from jkv.reports import json_lines, write_text
 
     policy = make(options.policy, read_settings(options.budget, options.set))
-    model = load_model(options.model, options.dtype, options.weight_dtype, options.mesh)
+    model = load_model(options.model, vars(options))
     streams = options.out is None and len(prompts) * options.n == 1
     out = generate(
         model,

@@ -5,7 +5,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +51,20 @@ def examples_of(command: str) -> str:
     return "\n".join([title, *own]) if own else ""
 
 
+LOADING = ("dtype", "weight_dtype", "max_positions")
 FLAG = re.compile(r"--[a-z][a-z0-9-]*(=.*)?", flags=re.DOTALL)
 LOOKS: dict[str, Any] = {"epilog": EXAMPLES, "formatter_class": argparse.RawDescriptionHelpFormatter}
 
 
-def load_model(name: str, dtype: str | None, weight_dtype: str | None, mesh: str | None, replicas: bool = True) -> Any:
-    """The model of a command, on the mesh of its `--mesh`, which engines then run on; one alone without `replicas`."""
+def load_model(name: str, chosen: Mapping[str, Any], replicas: bool = True) -> Any:
+    """The model of a command, with what `LOADING` chooses; on the mesh of its `--mesh`, which engines then run on, one alone
+    without `replicas`.
+    """
     from jkv.checkpoints import loading as checkpoint
     from jkv.engine.mesh import read_mesh
 
-    return checkpoint.load(name, dtype, weight_dtype, mesh=None if mesh is None else read_mesh(mesh, replicas))
+    mesh = None if chosen["mesh"] is None else read_mesh(chosen["mesh"], replicas)
+    return checkpoint.load(name, mesh=mesh, **{option: chosen[option] for option in LOADING})
 
 
 def sampling_of(options: argparse.Namespace, own: Any) -> Any:

@@ -145,6 +145,12 @@ KV_DTYPE = Option(
 )
 DTYPE = Option("dtype", str, None, "float32, bfloat16 or float16; default: float32 on a CPU and a GPU without bfloat16")
 WEIGHT_DTYPE = Option("weight_dtype", str, None, "int8 or fp8 keeps the model's matrices in 8 bits; default: as they are")
+MAX_POSITIONS = Option(
+    "max_positions",
+    int,
+    None,
+    "fewer positions, with which LongRoPE may have its factors for short texts; default: all",
+)
 ONE_MESH = Option(
     "mesh", str, None, "splits the model and its cache over N devices; default: one device", more={"metavar": "tensor=N"}
 )
@@ -185,6 +191,7 @@ ENGINE = (  # a model, a policy and how it decodes
     DEVICE_PAGE_SIZE,
     DTYPE,
     WEIGHT_DTYPE,
+    MAX_POSITIONS,
     MESH,
     KV_DTYPE,
     KERNELS,

@@ -15,6 +15,7 @@ from jkv.cli.options import (
     DTYPE,
     KERNELS,
     KV_DTYPE,
+    MAX_POSITIONS,
     MAX_RUNNING,
     ONE_MESH,
     PARSE_SPECIAL,
@@ -61,6 +62,7 @@ OPTIONS = (
     DEVICE_PAGE_SIZE,
     DTYPE,
     WEIGHT_DTYPE,
+    MAX_POSITIONS,
     ONE_MESH,
     KV_DTYPE,
     Option(
@@ -125,7 +127,7 @@ def run(options: argparse.Namespace) -> int:
     )
     policy = make(server_options.policy, settings)
     place = listen(options.host, options.port)
-    model = load_model(options.model, options.dtype, options.weight_dtype, options.mesh, replicas=False)
+    model = load_model(options.model, vars(options), replicas=False)
     positions, is_sealed = model.config.max_positions, options.kv_dtype in SEALED
     engine = Engine(
         model,

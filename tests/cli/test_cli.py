@@ -390,3 +390,12 @@ def test_programs_are_kept_for_the_next_call(tmp_path):
     assert (tmp_path / "jkv").stat().st_mode & 0o777 == 0o700
     first, second = (float(re.search(r"compiled in ([\d.]+) s", text)[1]) for text in told)
     assert second < first
+
+
+def test_a_model_may_run_with_fewer_positions(capsys):
+    status, _, err = run(capsys, "generate", PROBLEM, "--max-positions", 8)
+    assert status == 2
+    assert "8 positions" in err
+    status, _, err = run(capsys, "generate", PROBLEM, "--max-positions", 0)
+    assert (status, len(err.splitlines())) == (2, 1)
+    assert "max_positions must be from 1 to" in err.replace("--max-positions", "max_positions")
