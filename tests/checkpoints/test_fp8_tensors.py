@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jkv
-from tests.support.checkpoints import GOLDEN, assert_equal, golden_copy
+from tests.support.checkpoints import GOLDEN, OF_FAMILIES, assert_equal, golden_copy, golden_tensors, with_tensors
 
 BLOCK = 32, 24  # rows and columns, which do not divide the matrices
 GROUPS = {"group_0": {"targets": ["Linear"], "weights": {"type": "float", "num_bits": 8, "strategy": "channel"}}}
@@ -19,7 +19,7 @@ LAYOUTS = {  # how many rows and columns have a scale together, its name, and co
     "whole matrix": ((0, 0), "weight_scale_inv", {"quant_method": "fp8", "activation_scheme": "static"}),
     "rows": ((1, 0), "weight_scale", {"quant_method": "compressed-tensors", "config_groups": GROUPS}),
 }
-DTYPES = {"float32": "F32", "float8_e4m3fn": "F8_E4M3"}
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}
 
 
 def write(file, tensors):
@@ -46,19 +46,25 @@ def quantise(weight, tile):
 def in_fp8(folder, layout, case="qwen3_moe"):
     """A golden checkpoint with its matrices in FP8, and the same in floats."""
     tile, ending, quantised = LAYOUTS[layout]
-    golden_copy(folder / "fp8", case, quantization_config=quantised)
-    golden_copy(folder / "floats", case)
-    stored, floats = {}, load_file(folder / "floats" / "model.safetensors")
+    stored, floats = {}, golden_tensors(case)
     for name, weight in floats.items():
-        if weight.ndim == 2 and "_proj" in name:
+        if name.endswith("_proj.weight"):
             codes, scale, floats[name] = quantise(weight.astype(np.float32), tile)
             stored |= {name: codes, name.removesuffix("weight") + ending: scale}
             stored[name.removesuffix("weight") + "input_scale"] = np.ones((), np.float32)
         else:
             stored[name] = weight
+    with_tensors(folder / "fp8", case, {}, quantization_config=quantised)
     write(folder / "fp8" / "model.safetensors", stored)
-    save_file(floats, folder / "floats" / "model.safetensors")
-    return folder / "fp8", folder / "floats"
+    return folder / "fp8", with_tensors(folder / "floats", case, floats)
+
+
+@pytest.mark.tested("FP8", shows="weights")
+@pytest.mark.parametrize("golden", OF_FAMILIES)
+@pytest.mark.filterwarnings("ignore:.*(weights in FP8|texts of at most)")
+def test_every_family_is_read(golden, tmp_path):
+    fp8, floats = in_fp8(tmp_path, "rows", golden)
+    assert_equal(jkv.load(fp8, dtype="float32").params, jkv.load(floats, dtype="float32").params)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

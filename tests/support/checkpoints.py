@@ -21,6 +21,10 @@ from tests.support import gemma, glm, learned_sinks, olmo3, recurrent
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = ("llama_scaled", "llama_tied", "qwen2", "qwen3", "phi3")
+OF_FAMILIES = (  # a golden checkpoint of each family
+    *("llama_tied", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "gemma3", "gemma4", "glm4_moe", "gpt_oss"),
+    *("mistral", "ministral3", "olmo3", "phi3", "smollm3"),
+)
 TINY = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -148,6 +152,20 @@ def golden_copy(folder, case="llama_scaled", **fields):
     shutil.copytree(GOLDEN / case, folder, dirs_exist_ok=True)
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    return folder
+
+
+def golden_tensors(case):
+    """The tensors of a golden checkpoint, of all its files."""
+    return {name: tensor for file in sorted((GOLDEN / case).glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def with_tensors(folder, case, tensors, **fields):
+    """A golden checkpoint with other tensors, in one file, and some fields of its config.json changed."""
+    golden_copy(folder, case, **fields)
+    for file in (*folder.glob("*.safetensors"), *folder.glob("*.index.json")):
+        file.unlink()
+    save_file(tensors, folder / "model.safetensors")
     return folder
 
 

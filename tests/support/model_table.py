@@ -1,8 +1,8 @@
-"""The table of model families in `docs/models.md`, made of the tests that pytest collects.
+"""The tables of families in `docs/models.md` and of their files in `docs/files.md`, made of the tests that pytest collects.
 
-`python -m tests.support.model_table` writes it. A test that is marked `tested(column)` shows a family in that column: the
+`python -m tests.support.model_table` writes them. A test that is marked `tested(column)` shows a family in that column: the
 family of its golden checkpoint or model, or the one that the mark names. The suite runs the tests;
-`tests/repository/test_model_table.py` fails where the page says another thing than they do.
+`tests/repository/test_model_table.py` fails where a page says another thing than they do.
 """
 
 import json
@@ -21,13 +21,17 @@ from jkv.checkpoints.model_shapes import find_shape
 from jkv.reports import markdown
 
 ROOT = Path(__file__).parents[2]
-PAGE, GOLDEN = ROOT / "docs" / "models.md", ROOT / "tests" / "support" / "golden"
+PAGE, FILE_PAGE, GOLDEN = ROOT / "docs" / "models.md", ROOT / "docs" / "files.md", ROOT / "tests" / "support" / "golden"
 TABLE = re.compile(r"(<!-- tested -->\n).*?(<!-- /tested -->)", flags=re.DOTALL)
 MOST_NAMES = 6  # in a cell
 COLUMNS = ("prompt", "64 decode steps", "batch and replay", "quantised pages", "mesh", "ahead of time")
+PROMPT, STEPS = COLUMNS[:2]  # of a checkpoint in safetensors, whose logits these compare
+SAFETENSORS, FORMATS = "safetensors", ("FP8", "GPTQ", "AWQ", "int4", "GGUF", "adapter")  # columns of the table of files
+EVERY = "*"  # in place of a golden checkpoint: what holds for each family
 FILES = (
     *("tests/model/test_decoder.py", "tests/model/test_golden.py"),
-    *("tests/support/eight_devices_golden.py", "tests/aot/test_programs.py"),
+    *("tests/support/eight_devices_golden.py", "tests/aot/test_programs.py", "tests/engine/test_prompts.py"),
+    *(f"tests/checkpoints/test_{name}.py" for name in ("fp8_tensors", "packed_tensors", "gguf_files", "gguf_real")),
 )
 
 
@@ -49,18 +53,29 @@ class Collector:
     def pytest_collection_finish(self, session: Any) -> None:
         for item in session.items:
             for mark in item.iter_markers("tested"):
-                given = item.callspec.params
+                given = item.callspec.params if hasattr(item, "callspec") else {}
                 self.found.add(claim_of(given, *mark.args, **mark.kwargs))
 
 
-def claim_of(given: dict[str, Any], column: str, *, model: str | None = None, value: str | None = None) -> Claim:
-    """What a test with these parameters shows: by its `golden`, `model` or `shape`, or by the model that its mark names."""
-    if column not in COLUMNS:
-        raise ValueError(f"A column must be one of {COLUMNS}; got {column!r}. Correct the mark.")
-    of_value = "" if value is None else str(given[value])
-    if "golden" in given:
-        checkpoint = str(given["golden"])
-        return Claim(family_of(checkpoint), checkpoint, column, of_value)
+def claim_of(
+    given: dict[str, Any],
+    column: str,
+    *,
+    model: str | None = None,
+    golden: str | None = None,
+    value: str | None = None,
+    shows: str = "",
+) -> Claim:
+    """What a test with these parameters shows: by its `golden`, `model` or `shape`, or by what its mark names.
+
+    `value` is the parameter whose value it shows, or `shows` is what it shows.
+    """
+    if column not in COLUMNS + FORMATS:
+        raise ValueError(f"A column must be one of {COLUMNS + FORMATS}; got {column!r}. Correct the mark.")
+    of_value = shows if value is None else str(given[value])
+    if golden or "golden" in given:
+        checkpoint = golden or str(given["golden"])
+        return Claim(EVERY if checkpoint == EVERY else family_of(checkpoint), checkpoint, column, of_value)
     return Claim(find_shape(model or given.get("model") or given["shape"])[1].family, "", column, of_value)
 
 
@@ -92,6 +107,18 @@ def table_of(found: set[Claim]) -> str:
     return markdown(("family", "checkpoints", *COLUMNS), sorted(lines, key=lambda line: order.index(line[0])))
 
 
+def file_table_of(found: set[Claim]) -> str:
+    """The table of files: a line for each family, and in each column what its files of a format are compared by."""
+    lines = []
+    for family in FAMILIES:
+        own = [one for one in found if one.family in (family, EVERY)]
+        compared = {one.column for one in own}
+        logits = "logits, greedy tokens" if {PROMPT, STEPS} <= compared else "-"
+        cells = (", ".join(sorted({one.value for one in own if one.column == column})) or "-" for column in FORMATS)
+        lines.append((family, logits, *cells))
+    return markdown(("family", SAFETENSORS, *FORMATS), lines)
+
+
 def cell(found: set[Claim], family: str, checkpoints: set[str], column: str) -> str:
     """What a family is tested with: values that all of its checkpoints have; where some have none, how many do."""
     own = [one for one in found if (one.family, one.column) == (family, column)]
@@ -118,14 +145,16 @@ def page_with(page: str, table: str) -> str:
 
 
 def main() -> None:
-    """Writes the page; with `--collect`, prints what the tests stand for."""
+    """Writes the pages; with `--collect`, prints what the tests stand for."""
     if "--collect" in sys.argv:
         collector = Collector()
         options = "--collect-only", "-qq", "-n0", "-m", "", "-o", "addopts=", "-p", "no:cacheprovider"
         code = pytest.main([*options, *FILES], [collector])
         print(json.dumps(sorted(collector.found)))
         sys.exit(int(code))
-    PAGE.write_text(page_with(PAGE.read_text(), table_of(collect())))
+    found = collect()
+    for page, table in ((PAGE, table_of(found)), (FILE_PAGE, file_table_of(found))):
+        page.write_text(page_with(page.read_text(), table))
 
 
 if __name__ == "__main__":
