@@ -14,11 +14,14 @@ import pytest
 import jkv
 from jkv.checkpoints import gguf_files
 from jkv.checkpoints import loading as checkpoint
+from jkv.checkpoints.gguf_families import FORMS
 from jkv.checkpoints.gguf_header import read_header
 from jkv.checkpoints.model_shapes import find_shape
+from jkv.model.delta_weights import DeltaNet
 from jkv.model.params import RopeScaling
+from tests.support import recurrent
 from tests.support.checkpoints import CASES, GOLDEN, SMALL, assert_equal, dense_logits, golden_copy, random_params
-from tests.support.gguf_models import ARCHITECTURES, KINDS, SCALES, Kind, write_gguf, write_twin
+from tests.support.gguf_models import ARCHITECTURES, KINDS, SCALES, Kind, of_qwen3_5, write_gguf, write_twin
 
 GOLDEN_CONFIG = "llama_scaled"
 
@@ -250,9 +253,9 @@ def test_what_no_file_of_a_family_says_is_known(tmp_path):
     smollm3 = config_of(file, "smollm3", smollm3__block_count=8)
     assert smollm3.layers_without_rope == (3, 7)
     gemma3 = prefixed("gemma3", {"block_count": 8, "attention__sliding_window_pattern": None, "rope__freq_base_swa": None})
-    config = config_of(file, "gemma3", **gemma3)
-    assert (config.window_layers, config.window_theta, config.attention_scale) == ((0, 1, 2, 3, 4, 6, 7), None, 0.0)
-    assert config.rope_theta == config.in_windows.rope_theta == 10_000.0
+    config = config_of(file, "gemma3", **gemma3, gemma3__rope__freq_base=1e6)
+    assert (config.window_layers, config.attention_scale) == ((0, 1, 2, 3, 4, 6, 7), 0.0)
+    assert (config.rope_theta, config.window_theta) == (1e6, 10_000.0)
     largest = gemma3 | {"gemma3__block_count": 62, "gemma3__embedding_length": 96}
     assert config_of(file, "gemma3", change=widened, **largest).attention_scale == 24**-0.5  # 96 / 4, as in the 27B
     every = prefixed("gemma3", {"attention__sliding_window": None, "attention__sliding_window_pattern": None})
@@ -275,6 +278,26 @@ def prefixed(case, fields):
     """Fields of the metadata with the architecture of a golden case before them."""
     family = json.loads((GOLDEN / case / "config.json").read_text())["model_type"]
     return {f"{ARCHITECTURES.get(family, family)}__{name}": value for name, value in fields.items()}
+
+
+def test_value_heads_are_ordered_by_their_key_heads():
+    """Three of each of two key heads: other than in the golden checkpoints, their order is not its own inverse."""
+    fields = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 4, "linear_value_head_dim": 8}
+    config = dataclasses.replace(recurrent.CONFIG, delta_net=DeltaNet(2, 6, 4, 8, 4))
+    rng = np.random.default_rng(0)
+    shapes = {
+        "in_proj_qkv.weight": (64, 3),
+        "in_proj_z.weight": (48, 3),
+        "in_proj_b.weight": (6, 3),
+        "A_log": (6,),
+        "out_proj.weight": (3, 48),
+    }
+    own = ("attn_qkv.weight", "attn_gate.weight", "ssm_beta.weight", "ssm_a", "ssm_out.weight")
+    for (name, shape), tensor in zip(shapes.items(), own, strict=True):
+        values = rng.normal(size=shape).astype(np.float32)
+        (stored,) = of_qwen3_5(f"linear_attn.{name}", values, fields).values()
+        assert not np.allclose(stored, values)
+        np.testing.assert_allclose(FORMS["qwen35"].restored[tensor](stored, config), values, atol=1e-6)
 
 
 def test_experts_in_mxfp4_and_gates_joined_with_ups_are_read(tmp_path):
