@@ -75,12 +75,12 @@ def packing_of(quantised: Mapping[str, Any], where: str) -> Packing | None:
     Raises:
       ValueError: a setting that is not supported.
     """
-    method = quantised.get("quant_method")
+    method = str(quantised.get("quant_method"))
     is_int = method == "compressed-tensors" and quantised.get("format") not in ("float-quantized", "naive-quantized")
     if method not in ("gptq", "awq") and not is_int:
         return None
     where = f"{where}: quantization_config of {method}"
-    check_fields(quantised, RULES[method] | {"quant_method": TEXT}, where, NEEDED[method])
+    check_fields(quantised, {**RULES[method], "quant_method": TEXT}, where, NEEDED[method])
     if method != "compressed-tensors":
         is_first = method == "gptq" and quantised.get("checkpoint_format", "gptq") == "gptq"
         return Packing(method, quantised["bits"], quantised["group_size"], int(is_first))
@@ -177,14 +177,12 @@ def read_packed(
       ValueError: an input of a group that there is not.
     """
     name, (of_codes, of_scales, of_zeros, of_groups) = weight.removesuffix(".weight"), packing.names
-    along = 0 if packing.method == "gptq" else 1
-    codes = unpacked(read(name + of_codes), packing.bits, along)
-    scales = read(name + of_scales).astype(np.float32)
+    codes: np.ndarray = unpacked(read(name + of_codes), packing.bits, 0 if packing.method == "gptq" else 1)
+    scales: np.ndarray = read(name + of_scales).astype(np.float32)
     if packing.method == "compressed-tensors":
-        outputs, inputs = codes.shape
-        zeros = np.full((outputs, 1), 1 << packing.bits - 1, np.uint8)
+        zeros: np.ndarray = np.full((len(codes), 1), 1 << packing.bits - 1, np.uint8)
         if name + of_zeros in names:
-            zeros = unpacked(read(name + of_zeros), packing.bits, 0)[:outputs]
+            zeros = unpacked(read(name + of_zeros), packing.bits, 0)[: len(codes)]
         scales = scales if scales.ndim == 2 else scales.reshape(-1, 1)
     else:
         zeros = unpacked(read(name + of_zeros), packing.bits, 1)

@@ -14,7 +14,7 @@ import pytest
 import jkv
 from jkv.checkpoints import gguf_files
 from jkv.checkpoints import loading as checkpoint
-from jkv.checkpoints.gguf_families import FORMS
+from jkv.checkpoints.gguf_families import FORMS, NEUTRAL
 from jkv.checkpoints.gguf_header import read_header
 from jkv.checkpoints.model_shapes import find_shape
 from jkv.model.delta_weights import DeltaNet
@@ -246,6 +246,31 @@ REFUSED_ELSEWHERE = {
 def test_what_changes_the_arithmetic_of_a_family_is_refused(case, fields, message, tmp_path):
     with pytest.raises(ValueError, match=f"(?s){tmp_path / 'model.gguf'}.*{message}"):
         config_of(tmp_path / "model.gguf", case, **prefixed(case, fields))
+
+
+HOSTILE = (None, True, False, -1, 0, 1, 3, 2**31, 2**64 - 1, 0.0, -0.5, 1e300, float("nan"), float("inf"), "", "x", "7")
+HOSTILE_ARRAYS = ([], ["x"], np.array([2, 3]), np.array([True]), np.array([np.nan], np.float32))
+
+
+@pytest.mark.filterwarnings("ignore:.*texts of at most")
+@pytest.mark.parametrize("golden", NEW)
+def test_each_field_of_the_metadata_may_be_anything(golden, tmp_path):
+    """It is refused by name, or there is a model that a config.json may describe."""
+    write_gguf(tmp_path / "model.gguf", GOLDEN / golden)
+    header = read_header(tmp_path / "model.gguf")
+    name = header.metadata["general.architecture"]
+    own = {field for field in header.metadata if field.startswith(name)} | {f"{name}.{field}" for field in NEUTRAL}
+    for field in sorted(
+        own | {"general.architecture", f"{name}.rope.scaling.type", f"{name}.rope.scaling.yarn_log_multiplier"}
+    ):
+        for value in (*HOSTILE, *HOSTILE_ARRAYS):
+            metadata = {**header.metadata, field: value}
+            if value is None:
+                del metadata[field]
+            try:
+                assert gguf_files.read_gguf_config(dataclasses.replace(header, metadata=metadata)).num_layers > 0
+            except ValueError as error:
+                assert "model.gguf" in str(error), (field, value)  # noqa: PT017
 
 
 def test_what_no_file_of_a_family_says_is_known(tmp_path):

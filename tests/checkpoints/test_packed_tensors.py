@@ -7,6 +7,8 @@ import pytest
 
 import jkv
 from jkv.checkpoints import loading as checkpoint
+from jkv.checkpoints.checkpoint_tensors import list_tensors
+from jkv.checkpoints.packed_tensors import packing_of, with_packed
 from tests.support.checkpoints import (
     GOLDEN,
     OF_FAMILIES,
@@ -167,6 +169,43 @@ def test_other_settings_are_refused_by_name(settings, message, gptq, tmp_path):
     (tmp_path / "model.safetensors").write_bytes((gptq / "model.safetensors").read_bytes())
     with pytest.raises(ValueError, match=f"(?s){message}"):
         jkv.load(tmp_path)
+
+
+HOSTILE = (
+    None,
+    True,
+    -2,
+    -1,
+    0,
+    4,
+    2**31,
+    1e300,
+    "",
+    "x",
+    [],
+    [1],
+    {},
+    {"a": 1},
+    {"weights": 3},
+    {"weights": {"num_bits": {}}},
+)
+
+
+@pytest.mark.parametrize("layout", ["gptq", "awq", "int4"])
+def test_each_field_of_the_settings_may_be_anything(layout, gptq):
+    """It is refused by name, or there is a packing for which tensors are looked for."""
+    stored = list_tensors([gptq / "model.safetensors"])
+    inner = WEIGHTS if layout == "int4" else {}
+    for field in (*LAYOUTS[layout], *inner, "dynamic", "checkpoint_format", "config_groups", "group_0"):
+        for value in HOSTILE:
+            settings = of_groups(**{field: value}) if field in inner else LAYOUTS[layout] | {field: value}
+            settings |= {"config_groups": {"group_0": value}} if field == "group_0" else {}
+            try:
+                packing = packing_of(settings, "config.json")
+                if packing is not None:
+                    with_packed(stored, packing)
+            except ValueError as error:
+                assert any(file in str(error) for file in ("config.json", "model.safetensors")), (field, value)  # noqa: PT017
 
 
 NAME = "model.layers.0.mlp.up_proj"
