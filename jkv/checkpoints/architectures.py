@@ -208,7 +208,7 @@ PROPORTIONAL = "proportional"  # RoPE of some families, whose fields have defaul
 def advice() -> str:
     """The supported checkpoints, for error messages."""
     known = ", ".join(family.architecture for family in FAMILIES.values())
-    return f"jkv runs {known}, unquantised or in a GGUF file, with full attention. Choose such a checkpoint."
+    return f"jkv runs {known}; docs/models.md has the forms of their files. Choose such a checkpoint."
 
 
 def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:

@@ -124,7 +124,7 @@ REFUSED = {
     "another-head": ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
     "unknown-model-type": ("llama", {"architectures": [], "model_type": "mamba9"}, "mamba9"),
     "no-model-type": ("llama", {"model_type": None}, "model_type None"),
-    "quantised": ("qwen2", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised.*gptq"),
+    "quantised": ("qwen2", {"quantization_config": {"quant_method": "bitsandbytes"}}, "unquantised.*'bitsandbytes'"),
     "window-llama": (
         "llama",
         {"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]},
