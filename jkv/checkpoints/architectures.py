@@ -472,6 +472,9 @@ def parse_rope(rope: Mapping[str, Any], num_rotated: int, positions: int, where:
                     f"{len(given[field])}. {CORRECT}",
                     rope_parameters="does_not_fit",
                 )
+        if (original := rope[ROPE_FIELDS["longrope"][ORIGINAL]]) < 2:
+            rule = f"{where}: original_max_position_embeddings must be at least 2 with LongRoPE, got {original}. {CORRECT}"
+            raise refused(rule, original_max_position_embeddings="out_of_range")
         given.setdefault("attention_factor", longrope_attention_factor(rope, positions))
     return RopeScaling(kind, **given)
 

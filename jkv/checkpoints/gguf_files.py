@@ -24,11 +24,16 @@ from jkv.errors import refused
 from jkv.model.params import ModelConfig
 
 FREQUENCIES = "rope_freqs.weight"  # by which each rotary frequency is divided
+LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"  # the same of LongRoPE, for long texts and short ones
 YARN = {  # of the metadata, after the name of the architecture -> of rope_scaling
     "rope.scaling.factor": "factor",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
+}
+LONGROPE = {
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scaling.attn_factor": "attention_factor",
 }
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of all Llama 3 models; the file has only what follows from them
 LLAMA3_POSITIONS = 8192
@@ -181,6 +186,8 @@ def rope_scaling(header: GgufHeader, own: Mapping[str, Any], form: GgufForm, the
             rule = f"{header.file}: {FREQUENCIES} must not be there with rope.scaling.type={shown(kind)}. {advice()}"
             raise refused(rule, file="unsupported")
         return llama3_scaling(header, own, theta, width)
+    if LONG in header.tensors or SHORT in header.tensors:
+        return longrope_scaling(header, own)
     if kind == "none":
         return None
     if kind == "yarn":
@@ -190,6 +197,18 @@ def rope_scaling(header: GgufHeader, own: Mapping[str, Any], form: GgufForm, the
         raise refused(rule, **{"rope.scaling.type": "unsupported"})
     factor = own.get("rope.scaling.factor", own.get("rope.scale_linear"))
     return {"rope_type": "linear"} | ({} if factor is None else {"factor": factor})
+
+
+def longrope_scaling(header: GgufHeader, own: Mapping[str, Any]) -> dict[str, Any]:
+    """The LongRoPE of a file, which has a tensor of divisors of the rotary frequencies for long texts, and one for short."""
+    if missing := [name for name in (LONG, SHORT) if name not in header.tensors]:
+        raise refused(f"{header.file} must contain {missing[0]} for LongRoPE; missing. {AGAIN}", file="missing")
+    if (kind := own.get("rope.scaling.type", "none")) not in ("none", "longrope"):
+        rule = f"{header.file}: rope.scaling.type must be longrope with {LONG}, got {shown(kind)}. {advice()}"
+        raise refused(rule, **{"rope.scaling.type": "unsupported"})
+    long, short = ([float(str(one)) for one in read_tensor(header, name).ravel()] for name in (LONG, SHORT))
+    given = {known: own[name] for name, known in LONGROPE.items() if name in own}
+    return {"rope_type": "longrope", "long_factor": long, "short_factor": short} | given
 
 
 def yarn_scaling(header: GgufHeader, own: Mapping[str, Any], form: GgufForm) -> dict[str, Any]:
@@ -260,7 +279,7 @@ def check_gguf_tensors(header: GgufHeader, wanted: Mapping[str, tuple[int, ...]]
     )
     if missing := [name for name in wanted if name not in tensors]:
         raise refused(f"{where} must contain {some(missing)}; missing. {AGAIN}", file="missing")
-    if surplus := sorted(tensors.keys() - wanted.keys() - {FREQUENCIES}):
+    if surplus := sorted(tensors.keys() - wanted.keys() - {FREQUENCIES, LONG, SHORT}):
         rule = f"{where} must not contain {some(surplus)}, which its architecture does not use. {advice()}"
         raise refused(rule, file="unsupported")
     for name, shape in wanted.items():

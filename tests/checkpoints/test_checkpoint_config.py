@@ -147,6 +147,11 @@ REFUSED = {
         {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4}},
         "long_factor must.*got none",
     ),
+    "longrope-of-one-position": (
+        "phi3",
+        {**LONGROPE, "original_max_position_embeddings": 1},
+        "original_max_position_embeddings must be at least 2 with LongRoPE, got 1",
+    ),
     "short-longrope": ("phi3", LONGROPE | {"partial_rotary_factor": 0.5}, "short_factor.*2 rotated pairs.*got 4"),
     "longrope-by-zero": (
         "phi3",

@@ -33,6 +33,7 @@ NEW = {  # golden checkpoints, with the fields of config.json that no file can s
     "gpt_oss": {"swiglu_limit": 7.0},
     "ministral3": {},
     "olmo3": {},
+    "phi3_longrope": {},
     "qwen3_5": {},
     "qwen3_5_moe": {},
     "qwen3_moe": {},
@@ -63,8 +64,12 @@ def test_a_file_of_each_family_is_the_model_of_its_folder(golden, tmp_path):
     folder = golden_copy(tmp_path / "folder", golden, **NEW[golden])
     write_gguf(tmp_path / "model.gguf", folder)
     params, expected = jkv.load(tmp_path / "model.gguf").params, without_ends(checkpoint.load(folder).params)
-    assert params.config == expected.config
-    for (path, leaf), other in zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(expected), strict=True):
+    close = pytest.approx(expected.config.rope_scaling.attention_factor, rel=1e-6)
+    assert params.config.rope_scaling.attention_factor == close  # the file has float32
+    scaling = dataclasses.replace(params.config.rope_scaling, attention_factor=expected.config.rope_scaling.attention_factor)
+    assert dataclasses.replace(params.config, rope_scaling=scaling) == expected.config
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    for (path, leaf), other in zip(leaves, jax.tree.leaves(expected), strict=True):
         assert leaf.dtype == other.dtype, path
         np.testing.assert_allclose(leaf, other, rtol=0, atol=5e-7, err_msg=str(path))  # norms, and the logarithm of decays
     if not NEW[golden]:
@@ -355,6 +360,20 @@ def test_other_scalings_are_refused_by_name(tmp_path):
     yarn = {"qwen2__rope__scaling__type": "yarn", "qwen2__rope__scaling__factor": 4.0}
     with pytest.raises(ValueError, match=r"YaRN must have no rope\.scaling\.attn_factor, got 0\.5"):
         config_of(tmp_path / "model.gguf", "qwen2", **yarn, qwen2__rope__scaling__attn_factor=0.5)
+
+
+def test_bad_factors_of_longrope_are_named(tmp_path):
+    file = tmp_path / "model.gguf"
+    with pytest.raises(ValueError, match=r"must contain rope_factors_short\.weight for LongRoPE; missing"):
+        config_of(file, "phi3_longrope", change=lambda stored: stored.pop("rope_factors_short.weight"))
+    short = np.ones(3, np.float32), Kind.F32
+    with pytest.raises(ValueError, match=r"short_factor must have a number for each of the 2 rotated pairs of channels, got 3"):
+        config_of(file, "phi3_longrope", change=lambda stored: stored.update({"rope_factors_short.weight": short}))
+    nan = np.full(2, np.nan, np.float32), Kind.F32
+    with pytest.raises(ValueError, match=r"long_factor must be a list of .* got \[nan, nan\]"):
+        config_of(file, "phi3_longrope", change=lambda stored: stored.update({"rope_factors_long.weight": nan}))
+    with pytest.raises(ValueError, match=r"rope\.scaling\.type must be longrope with rope_factors_long\.weight, got 'yarn'"):
+        config_of(file, "phi3_longrope", phi3__rope__scaling__type="yarn")
 
 
 def test_yarn_is_read(tmp_path):

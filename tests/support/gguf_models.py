@@ -81,6 +81,13 @@ def write_gguf(file, folder, kind=Kind.F32, tokenizer=None, change=None, **optio
     if rope.get("rope_type") == "llama3":
         stored["rope_freqs.weight"] = (divisors(config, rope), Kind.F32)
         fields[f"{name}.rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    if rope.get("rope_type") == "longrope":
+        for part in ("long", "short"):
+            stored[f"rope_factors_{part}.weight"] = (np.array(rope[f"{part}_factor"], np.float32), Kind.F32)
+        original = rope["original_max_position_embeddings"]
+        growth = np.log(config["max_position_embeddings"] / original)
+        fields[f"{name}.rope.scaling.original_context_length"] = original
+        fields[f"{name}.rope.scaling.attn_factor"] = float(np.sqrt(1 + growth / np.log(original)))
     if name == "glm4moe":  # of the layer of multi-token prediction, which counts as one
         layer = config["num_hidden_layers"]
         stored[f"blk.{layer}.nextn.enorm.weight"] = stored["output_norm.weight"]
