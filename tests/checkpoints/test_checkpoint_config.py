@@ -149,7 +149,7 @@ REFUSED = {
     ),
     "longrope-of-one-position": (
         "phi3",
-        {**LONGROPE, "original_max_position_embeddings": 1},
+        {"rope_scaling": LONGROPE["rope_scaling"] | {"original_max_position_embeddings": 1}},
         "original_max_position_embeddings must be at least 2 with LongRoPE, got 1",
     ),
     "short-longrope": ("phi3", LONGROPE | {"partial_rotary_factor": 0.5}, "short_factor.*2 rotated pairs.*got 4"),
