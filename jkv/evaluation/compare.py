@@ -38,11 +38,11 @@ from jkv.evaluation.generations import (
 from jkv.evaluation.graders import check_gold, grader_of
 from jkv.evaluation.oracles import ORACLE, greedy_texts, oracles_of, settings_of_oracle
 from jkv.evaluation.problems import Problem, tokens_of
-from jkv.evaluation.variants import build, kv_dtype_of, seeds_of, size_in_slots, takes_budget
+from jkv.evaluation.variants import build, by_name, kv_dtype_of, seeds_of, size_in_slots, takes_budget
 from jkv.eviction import Policy
 from jkv.model.params import Model
 from jkv.model.sampling import Sampling
-from jkv.policies import POLICIES, full
+from jkv.policies import POLICIES, Recipe, full, is_known
 from jkv.reports import markdown, write_figure, write_json, write_text
 from jkv.resuming import check_same
 from jkv.statistics import accuracy_figures, check_ks, paired_change, pass_figures
@@ -107,7 +107,7 @@ class Outcome:
 def compare(
     model: Model,
     problems: Sequence[Problem],
-    policies: Sequence[str],
+    policies: Sequence[Recipe],
     budgets: Sequence[str | int],
     settings: dict[str, dict[str, Any]] | None = None,
     report: Callable[[list["Outcome"]], None] = lambda outcomes: None,
@@ -127,7 +127,10 @@ def compare(
     file for each policy and budget (`jkv.evaluation.generations`), from which an interrupted comparison resumes. `pass_at` are
     the k of pass@k; None takes 1 and the number of samples.
 
-    A name of your own is a variant: its settings name the `policy` that it varies, and override that one's; its `kv_dtype` is
+    Policies are names of `jkv.POLICIES`, names of your own (`module:name`, see `jkv.policies.own`), policies, or functions that
+    return one. Those that are no names appear under their own, and a policy, which has its budget, runs once.
+
+    Another name is a variant: its settings name the `policy` that it varies, and override that one's; its `kv_dtype` is
     the engine's. A policy without a budget (RPC's grows with the sequence) runs once, with its settings. One with a setting
     `seed` runs with so many `seeds`, from its own on, and has one outcome, of means. "oracle" is what a budget allows: for each
     problem, a policy that knows what the full cache's greedy answer reads (`jkv.policies.oracle`).
@@ -141,13 +144,13 @@ def compare(
     need_tokenizer(model.tokenizer, "Answers are read from text")
     check_gold([problem.answer for problem in problems], grader_of(grader))
     check_counts(seeds=seeds)
-    ks, settings = check_ks(pass_at, samples), settings or {}
-    recipes = {name: own.get("policy", name) for name, own in settings.items()}
-    if unknown := sorted(set(recipes.values()) - {*POLICIES, ORACLE}):
+    ks, (names, settings) = check_ks(pass_at, samples), by_name(policies, settings)
+    recipes = [own.get("policy", name) for name, own in settings.items()]
+    if unknown := sorted({recipe for recipe in recipes if recipe != ORACLE and not is_known(recipe)}):
         raise refused(f"settings are for policies, {', '.join(POLICIES)}; got {', '.join(unknown)}.", settings="unknown_name")
     sizes = [parse_budget(budget) for budget in budgets]
     wanted: list[tuple[str, Budget]] = []
-    for name in policies:
+    for name in names:
         if name != "full":
             form = EngineOptions(kv_dtype=kv_dtype_of(name, settings, options), page_size=options.get("page_size")).kv_format
             slot = slot_size_of(model.params, form)
@@ -156,7 +159,7 @@ def compare(
     for name, size in wanted:
         if name != ORACLE:
             build(name, size.slots_or_large, settings)
-    if ORACLE in policies:
+    if ORACLE in names:
         settings_of_oracle(settings)
         check_greedy(samples, options.get("sampling"))
     ids = encode_prompts(model, [tokens_of(model, problem) for problem in problems])

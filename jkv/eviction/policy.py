@@ -6,6 +6,7 @@ A method's idea is its score; every other part is a mechanism that many methods 
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -33,6 +34,7 @@ from jkv.reasoning.sharing import Share, check_tokenizer
 from jkv.reasoning.steering import Steer, marks_of
 from jkv.reasoning.token_text import token_of
 
+ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of a function or an object, in this process alone
 Slots: TypeAlias = tuple[int, ...] | tuple[tuple[int, ...], ...]  # of each layer, or of each layer and KV head
 
 
@@ -58,6 +60,7 @@ class Policy:
       until: the text of a token, such as `</think>`, after which a row keeps all tokens; None evicts to the end.
       share: how pages to share are found (`jkv.reasoning.sharing`). If the policy also evicts, sharing stops at a row's first
         compaction.
+      source: a digest of the file of a policy of your own that was found by its name, so that a resumed run notices a change.
 
     Raises:
       ValueError: a budget too small for the protected slots, one part without another that it needs, or parts that exclude
@@ -76,6 +79,7 @@ class Policy:
     sentences: Sentences | None = None
     share: Share | None = None
     until: str | None = None
+    source: str = dataclasses.field(default="", compare=False)
     made_by: str = dataclasses.field(default="", init=False, compare=False)  # the call of a recipe, which `repr` shows
 
     def __post_init__(self) -> None:
@@ -116,9 +120,10 @@ class Policy:
 
     @property
     def definition(self) -> str:
-        """Every part with all of its settings: equal for equal policies, whichever call made them."""
+        """Every part with all of its settings: equal for equal policies, whichever call and process made them."""
         fields = [(field, getattr(self, field.name)) for field in dataclasses.fields(self) if field.init]
-        return f"Policy({', '.join(f'{field.name}={value!r}' for field, value in fields if value != field.default)})"
+        parts = ", ".join(f"{field.name}={value!r}" for field, value in fields if value != field.default)
+        return f"Policy({ADDRESS.sub('', parts)})"
 
     @property
     def budget(self) -> int | None:
@@ -377,7 +382,12 @@ def cutoff_of(policy: Policy) -> Cutoff | None:
 def noted(policy: Policy, function: str, args: Sequence[Any], settings: Mapping[str, Any]) -> Policy:
     """The policy, which shows the call that made it."""
     arguments = [*(getattr(arg, "__name__", repr(arg)) for arg in args), *(f"{k}={v!r}" for k, v in settings.items())]
-    object.__setattr__(policy, "made_by", f"{function}({', '.join(arguments)})")
+    return shown_as(policy, f"{function}({', '.join(arguments)})")
+
+
+def shown_as(policy: Policy, text: str) -> Policy:
+    """The policy, which shows this Python expression."""
+    object.__setattr__(policy, "made_by", text)
     return policy
 
 

@@ -12,6 +12,7 @@ from jkv.cache.pool import EMPTY
 from jkv.errors import refused
 from jkv.eviction.needs import Needs
 from jkv.model.rotary import Rope
+from jkv.resuming import digest_of_code
 
 OPTIONAL = (
     "query",
@@ -128,6 +129,9 @@ class FunctionScore:
 
     function: Callable[[CacheView], Scored]
     needs: Needs
+
+    def __repr__(self) -> str:
+        return f"FunctionScore({name_of(self)}, code={digest_of_code(self.function)!r}, needs={self.needs!r})"
 
     def __call__(self, view: CacheView) -> Any:
         try:

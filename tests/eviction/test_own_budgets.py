@@ -10,7 +10,7 @@ from jkv.engine.engine import Engine
 from jkv.eviction.scores import Recency, Uniform
 from jkv.testing import random_view, tiny_model
 
-PROMPT, LIMIT, INTERVAL, PAGE = list(range(1, 30)), 24, 8, 4
+PROMPT, LIMIT, INTERVAL, PAGE = list(range(1, 30)), 24, 8, 4  # of 29 tokens
 BY_HEAD = ((6, 20), (48, 11))  # one head keeps nearly all
 EVEN = jkv.evict_by(Recency(), 20, INTERVAL)
 POLICIES = {
@@ -20,7 +20,7 @@ POLICIES = {
 }
 
 
-def expected_end(policy, prompt=len(PROMPT)):
+def expected_end(policy, prompt=29):
     """[L, K, T] when each head drops each token: of the newest ones, it keeps as many as its budget."""
     slots = np.array(policy.slots).reshape(2, -1)
     end = np.full((2, 2, prompt + LIMIT), OPEN_END)
