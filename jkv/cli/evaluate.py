@@ -188,7 +188,7 @@ def run_locked(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
             bench.write(outcomes, options.out, name, about, draws, notes)
     print("".join(f"\n{note}\n" for note in notes), end="", flush=True)
     if options.out:
-        files = f"{name}.md, .json and .png" if draws else f"{name}.md and .json"
+        files = f"{name}.md, .json, .csv and .png" if draws else f"{name}.md, .json and .csv"
         print(f"wrote {files}, and {name}-generations, to {options.out}", file=sys.stderr)
     return 0
 

@@ -311,7 +311,8 @@ class Runner:
         Where it enters in pieces, that is its first one, and the others follow.
         """
         prompt, config, done = sample.request.prompt[: sample.request.first_prompt], self.model.config, 0
-        filled, asked = np.full(config.num_paged_layers, len(prompt)), (self.is_traced, self.routed_experts)
+        filled = sample.request.policy.uncut(len(prompt), config.num_paged_layers)
+        asked = self.is_traced, self.routed_experts
         sample.row = Row(Place.BATCH, filled, version=self.version, records=new_records(sample.request, self.model, *asked))
         with self.meter.clock("prefill_seconds"):
             if self.prefix_cache.piece:

@@ -72,7 +72,7 @@ class Progress(NamedTuple):
     """The counters of a sample that grow with each chunk."""
 
     generated: int
-    filled: Any  # [L] mean slots of a KV head in each layer
+    filled: Any  # of its row (`Row.filled`)
 
 
 @dataclasses.dataclass(eq=False)

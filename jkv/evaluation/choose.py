@@ -38,6 +38,7 @@ from jkv.policies.own import fields_of
 from jkv.progress import bar_of
 from jkv.reports import markdown
 from jkv.statistics import bootstrap, with_interval
+from jkv.tidy import to_pandas
 
 BUDGETS = ("50%", "25%", "12.5%")
 TOLERANCE = 0.05  # nats a token
@@ -190,6 +191,27 @@ class Choice:
                 f"{found.right}; {found.equal} of its answers are the same token for token."
             )
         return said
+
+    @property
+    def tidy(self) -> list[dict[str, Any]]:
+        """A record for each policy, budget and text (`jkv.tidy`)."""
+        return [
+            {
+                "policy": row.name,
+                "settings": row.policy.definition,
+                "budget": row.budget,
+                "kv_bytes": row.budget * self.slot.whole,
+                "is_tied": row.is_tied,
+                "text": i,
+                "loss": loss,
+            }
+            for row in self.rows
+            for i, loss in enumerate(row.loss.tolist())
+        ]
+
+    def to_pandas(self) -> Any:
+        """The same as a `pandas.DataFrame` (`jkv.to_pandas`)."""
+        return to_pandas(self)
 
     @property
     def record(self) -> dict[str, Any]:

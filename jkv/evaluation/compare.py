@@ -46,6 +46,7 @@ from jkv.policies import POLICIES, Recipe, full, is_known
 from jkv.reports import markdown, write_figure, write_json, write_text
 from jkv.resuming import check_same
 from jkv.statistics import accuracy_figures, check_ks, paired_change, pass_figures
+from jkv.tidy import csv_of, records_of
 
 GROWING = {"policies", "budgets", "settings"}  # of a comparison that is resumed
 
@@ -97,6 +98,20 @@ class Outcome:
     def key(self) -> tuple[Any, ...]:
         """What it is of, within a comparison."""
         return self.policy, self.settings, self.share, self.is_each, self.kv_dtype, self.num_bytes
+
+    @property
+    def tidy(self) -> list[dict[str, Any]]:
+        """Its figures as one record of a table (`jkv.tidy`); an interval is in columns that end with `_low` and `_high`."""
+        record = {name: value for name, value in vars(self).items() if isinstance(value, str | int | float | None)}
+        for name in ("right", "touched_each"):  # of single samples
+            del record[name]
+        marks = self.touched_each or ""
+        record |= {"touched": marks.count("1") / len(marks) if marks else math.nan, "seeds": len(self.seed_accuracy) or 1}
+        spread = {"touched_accuracy": self.touched_accuracy, "touched_change": self.touched_change}
+        for name, figures in {**{f"pass_at_{k}": figures for k, figures in self.pass_at.items()}, **spread}.items():
+            values = figures or [math.nan] * 3
+            record |= dict(zip((name, f"{name}_low", f"{name}_high"), values, strict=True))
+        return [record]
 
     @property
     def rights(self) -> np.ndarray:
@@ -397,7 +412,8 @@ def table(outcomes: Sequence[Outcome], ks: Sequence[int] = (1,)) -> str:
 def write(
     outcomes: Sequence[Outcome], folder: Path, name: str, about: dict[str, Any], draws: bool = True, notes: Sequence[str] = ()
 ) -> None:
-    """The table with the notes below, the figures and, if it `draws`, the picture, as `name`.md, .json and .png."""
+    """The table with the notes below, the figures and, if it `draws`, the picture, as `name`.md, .json, .csv and .png."""
+    write_text(folder / f"{name}.csv", csv_of(records_of(outcomes)))
     write_figures(outcomes, folder, name, about)
     write_text(folder / f"{name}.md", "\n\n".join([table(outcomes), *notes]) + "\n")
     if draws:

@@ -68,6 +68,14 @@ class Reading:
     made_of: str
 
     @property
+    def tidy(self) -> list[dict[str, Any]]:
+        """A record for each text (`jkv.tidy`); a policy's loss is the full cache's `log_prob` of the same text less its own."""
+        names = ("texts", "policy", "settings", "budget", "seed", "kv_bytes", "pages_read")
+        own = {name: getattr(self, name) for name in names}
+        pairs = enumerate(zip(self.groups, self.log_prob, strict=True))
+        return [own | {"text": i, "group": group, "log_prob": value} for i, (group, value) in pairs]
+
+    @property
     def key(self) -> tuple[Any, ...]:
         """What a reading is of."""
         return self.texts, self.policy, self.settings, self.budget, self.seed, self.made_of
