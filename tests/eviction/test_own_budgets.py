@@ -57,9 +57,7 @@ def test_every_head_keeps_its_own_budget(names, num_pages):
 
 
 def test_samples_that_fork_from_a_compacted_prompt_keep_their_budgets():
-    engine = Engine(
-        MODEL, max_running=3, max_slots=96, page_size=PAGE, policies=[POLICIES["by head"]], return_trace=True
-    )
+    engine = Engine(MODEL, max_running=3, max_slots=96, page_size=PAGE, policies=[POLICIES["by head"]], return_trace=True)
     ticket = engine.submit(PROMPT, POLICIES["by head"], max_new_tokens=LIMIT, stop_ids=(), n=3)
     engine.run()
     assert engine.stats.forks == 3
