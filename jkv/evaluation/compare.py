@@ -48,6 +48,8 @@ from jkv.resuming import check_same
 from jkv.statistics import accuracy_figures, check_ks, paired_change, pass_figures
 from jkv.tidy import csv_of, records_of
 
+# Of an outcome, what is of single samples or nested; `Outcome.tidy` has figures of some.
+NOT_TIDY = {"right", "touched_each", "lengths", "seed_accuracy", "sharing", "pass_at", "touched_accuracy", "touched_change"}
 GROWING = {"policies", "budgets", "settings"}  # of a comparison that is resumed
 
 
@@ -102,9 +104,7 @@ class Outcome:
     @property
     def tidy(self) -> list[dict[str, Any]]:
         """Its figures as one record of a table (`jkv.tidy`); an interval is in columns that end with `_low` and `_high`."""
-        record = {name: value for name, value in vars(self).items() if isinstance(value, str | int | float | None)}
-        for name in ("right", "touched_each"):  # of single samples
-            del record[name]
+        record = {name: value for name, value in vars(self).items() if name not in NOT_TIDY}
         marks = self.touched_each or ""
         record |= {"touched": marks.count("1") / len(marks) if marks else math.nan, "seeds": len(self.seed_accuracy) or 1}
         spread = {"touched_accuracy": self.touched_accuracy, "touched_change": self.touched_change}

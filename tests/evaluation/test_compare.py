@@ -168,9 +168,8 @@ def test_a_policy_of_ones_own_runs_by_its_name_and_again_when_its_file_changes(r
 def test_policies_and_functions_run_as_they_are(reasoner, problems, ready_runs):
     own = dataclasses.replace(streaming_llm(32), name="own")
     settings = {"varied": {"policy": streaming_llm, "sinks": 2}}
-    outcomes = bench.compare(
-        reasoner, problems[:2], [own, r_kv, "varied"], [24, 48], settings, max_new_tokens=16, progress=False
-    )
+    knobs = {"max_new_tokens": 16, "progress": False}
+    outcomes = bench.compare(reasoner, problems[:2], [own, r_kv, "varied"], [24, 48], settings, **knobs)
     expected = [("full", None), ("own", 32), ("r_kv", 24), ("r_kv", 48), ("varied", 24), ("varied", 48)]
     assert [(one.policy, one.budget) for one in outcomes] == expected
     assert ready_runs[1] == own
@@ -288,7 +287,7 @@ def test_the_command_takes_problems_of_ones_own(tmp_path, capsys):
     arguments = ["--file", str(file), "--policies", "full,streaming_llm", "--budgets", "32", "--max-new-tokens", "48"]
     assert cli.main(["eval", *arguments, "--out", str(tmp_path / "out")]) == 0
     assert capsys.readouterr().out.count("\n") == 4
-    names = {f"tiny-reasoner{ending}" for ending in (".md", ".json", ".png", "-generations")}
+    names = {f"tiny-reasoner{ending}" for ending in (".md", ".json", ".csv", ".png", "-generations")}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
     assert streaming_llm(budget=32).name in (tmp_path / "out" / "tiny-reasoner.md").read_text()
 
