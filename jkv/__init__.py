@@ -66,10 +66,13 @@ from jkv.planning.plan import Plan, plan
 from jkv.policies import POLICIES, published
 from jkv.policies.foresight import Foresight
 from jkv.policies.table import *  # noqa: F403 -- the recipes, `jkv.r_kv` and so on
-from jkv.reasoning.steering import SteeringVector
+from jkv.reasoning.sharing import Share
+from jkv.reasoning.steering import Steer, SteeringVector
+from jkv.reasoning.thoughts import Filter
 from jkv.replay.score import Trace, score
 from jkv.replicas import Replicas
 from jkv.rollout import Rollout, Rollouts
+from jkv.tidy import to_pandas
 from jkv.verify import verify
 
 __version__ = "0.1.0"
@@ -96,6 +99,7 @@ __all__ = [
     "Params",
     "Plan",
     "Policy",
+    "Filter",
     "Foresight",
     "Gate",
     "QueryStatistics",
@@ -108,6 +112,8 @@ __all__ = [
     "Rollouts",
     "Sampling",
     "Service",
+    "Share",
+    "Steer",
     "SteeringVector",
     "Threshold",
     "Trace",
@@ -134,6 +140,7 @@ __all__ = [
     "shardings",
     "split_by_width",
     "testing",
+    "to_pandas",
     "verify",
     "viz",
     "weight_shapes",

@@ -373,11 +373,13 @@ def footnote(record: Mapping[str, Any]) -> str:
     return f"`{about['command']}`, {about['date'][:10]}, {machine['cores']} cores of {machine['processor']}{busy}; {taken}."
 
 
-def write(name: str, record: Mapping[str, Any], table: str, folder: Path) -> None:
-    """`NAME.json` and the table made from it, `NAME.md`."""
+def write(name: str, record: Mapping[str, Any], table: str, folder: Path, csv: str = "") -> None:
+    """`NAME.json`, the table made from it, `NAME.md`, and its figures for other programs, `NAME.csv`, if there are any."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / f"{name}.json", record)
     write_text(folder / f"{name}.md", table + "\n")
+    if csv:
+        write_text(folder / f"{name}.csv", csv)
 
 
 def page_with(page: str, tables: Mapping[str, str]) -> str:

@@ -7,6 +7,7 @@ differs. `docs/evaluation.md` lists the commands that can be resumed, with what 
 
 import hashlib
 import json
+import types
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,24 @@ def digest_of_files(paths: Collection[Path]) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     return digest_of(sorted((path.name, sha256(path)) for path in paths))
+
+
+def digest_of_code(function: Any) -> str:
+    """Identifies what a plain function does, in one version of Python: its instructions, names and constants.
+
+    Neither its place in a file nor what it calls; empty for what has no code of its own, such as a partial function.
+
+    >>> digest_of_code(lambda x: x + 1) == digest_of_code(lambda x: x + 1) != digest_of_code(lambda x: x + 2)
+    True
+    """
+
+    def content(code: Any) -> Any:
+        if isinstance(code, types.CodeType):
+            return [code.co_code.hex(), code.co_names, [content(constant) for constant in code.co_consts]]
+        return sorted(map(repr, code)) if isinstance(code, frozenset) else repr(code)
+
+    code = getattr(function, "__code__", None)
+    return "" if code is None else digest_of(content(code))
 
 
 def check_same(what: str, before: Mapping[str, Any], now: Mapping[str, Any], fix: str, free: Collection[str] = ()) -> None:

@@ -108,6 +108,7 @@ def random_view(
     group: int = 2,
     dtype: Any = jnp.float32,
     budget: int | None = None,
+    carried_names: Sequence[str] = (),
 ) -> CacheView:
     """A random view with rows of different lengths; a third of the keys are look-alikes, and empty slots hold NaN."""
     length = rng.integers(window, slots + 1, size=(batch, 1))
@@ -139,7 +140,7 @@ def random_view(
         jnp.asarray(query, dtype),
         jnp.asarray(mass),
         jnp.asarray(similarity),
-        jnp.asarray(carried),
+        carried={name: jnp.asarray((i + 1) * carried) for i, name in enumerate(carried_names)} or None,
         layer=0,
         budget=budgets,
         prompt_length=prompt_length,
@@ -160,6 +161,7 @@ def looping_view(
     slots: int = 40,
     window: int = 8,
     group: int = 2,
+    carried_names: Sequence[str] = (),
 ) -> CacheView:
     """A view of a text that repeats `period` random tokens, from position `start` on; batch rows are equal up to rounding.
 
@@ -192,7 +194,7 @@ def looping_view(
         copied(query[:, -window:]),
         copied(mass),
         copied(similarity),
-        copied(carried),
+        carried={name: copied((i + 1) * carried) for i, name in enumerate(carried_names)} or None,
         layer=0,
         prompt_length=jnp.full(copies, 3, jnp.int32),
         rope=jax.tree.map(lambda x: jnp.repeat(x, copies, axis=0), rope),

@@ -79,6 +79,9 @@ class Case:
             self.policy = dataclasses.replace(policy, steer=steer)
         if policy.calibration:  # of this model
             self.policy = dataclasses.replace(policy, calibration=random_calibration(policy.calibration, self.model))
+        if policy.slots:
+            shape = (config.num_paged_layers, config.num_kv_heads)[: np.ndim(policy.slots)]
+            self.policy = self.policy.with_budgets(np.resize(policy.slots, shape))
         if policy.share:  # random text repeats little, so all thoughts count as similar
             alike = dataclasses.replace(policy.share.filter, strict=0.0, soft=0.0, structure=False)
             share = dataclasses.replace(policy.share, filter=alike, match=0.0, threshold=math.inf, cap=None)
@@ -141,14 +144,24 @@ class Case:
         window = self.policy.needs.window
         slots = max(40, 2 * self.num_kept)
         rng = np.random.default_rng(seed)
-        view = random_view(rng, batch=batch, slots=slots, window=max(8, window), group=self.group, dtype=self.dtype)
+        view = random_view(
+            rng,
+            batch=batch,
+            slots=slots,
+            window=max(8, window),
+            group=self.group,
+            dtype=self.dtype,
+            carried_names=self.policy.needs.carried,
+        )
         return view._replace(budget=jnp.full(view.position.shape[:2], self.num_kept, jnp.int32))
 
     def looping_view(self, period: int, has_rope: bool) -> CacheView:
         """A text that repeats tokens, in rows that differ by rounding alone; its shapes are those of `view`."""
         slots, window = max(40, 2 * self.num_kept), max(8, self.policy.needs.window)
         rng = np.random.default_rng(period)
-        view = looping_view(rng, period, has_rope, slots=slots, window=window, group=self.group)
+        view = looping_view(
+            rng, period, has_rope, slots=slots, window=window, group=self.group, carried_names=self.policy.needs.carried
+        )
         return view._replace(budget=jnp.full(view.position.shape[:2], self.num_kept, jnp.int32))
 
     @functools.cached_property
@@ -263,7 +276,9 @@ def equals_full_when_nothing_is_due(case: Case) -> str | None:
     elif policy.evict is not None and policy.budget is not None:
         wide: Any = schedule
         evict = dataclasses.replace(policy.evict, floor=1.0)
-        policy = dataclasses.replace(policy, schedule=dataclasses.replace(wide, budget=enough), evict=evict, pyramid=1.0)
+        policy = dataclasses.replace(
+            policy, schedule=dataclasses.replace(wide, budget=enough), evict=evict, pyramid=1.0, slots=None
+        )
     elif policy.steer is not None:
         policy = dataclasses.replace(policy, steer=dataclasses.replace(policy.steer, strength=0.0, growth=0.0))
     elif not policy.is_planned:

@@ -65,6 +65,14 @@ class Recall:
     identical: np.ndarray | None = None
 
     @property
+    def tidy(self) -> list[dict[str, Any]]:
+        """A record for each text (`jkv.tidy`)."""
+        figures = {name: getattr(self, name).tolist() for name in ("recall", "sharp_recall", "loss")}
+        figures["identical"] = [None] * len(self.loss) if self.identical is None else self.identical.tolist()
+        own = {"policy": self.name, "budget": self.budget}
+        return [own | {"text": i} | {name: each[i] for name, each in figures.items()} for i in range(len(self.loss))]
+
+    @property
     def recall(self) -> Float[np.ndarray, " texts"]:
         """The share of attention, averaged over layers."""
         return self.by_layer[:, :, 0].mean(axis=1)

@@ -75,6 +75,7 @@ def run(options: argparse.Namespace) -> int:
     from jkv.evaluation.problems import put
     from jkv.reports import about, write
     from jkv.text_files import read_text
+    from jkv.tidy import csv_of, records_of
 
     chosen = read_options(options, OPTIONS)
     check_counts(count=chosen["count"])
@@ -112,6 +113,6 @@ def run(options: argparse.Namespace) -> int:
     print(found)
     if options.out:
         stem = f"{options.config.stem if options.config else 'choose'}-{Path(str(chosen['model'])).name}"
-        write(stem, record | found.record, str(found), options.out)
-        print(f"wrote {stem}.json and {stem}.md to {options.out}", file=sys.stderr)
+        write(stem, record | found.record, str(found), options.out, csv_of(records_of(found)))
+        print(f"wrote {stem}.md, .json and .csv to {options.out}", file=sys.stderr)
     return 0

@@ -32,7 +32,7 @@ from jkv.cli.options import (
     read_settings,
 )
 from jkv.errors import refused
-from jkv.policies import POLICIES, needs_no_file
+from jkv.policies import POLICIES, accepts, needs_no_file
 
 PROBLEMS = (
     Option("file", str, None, "the same as --dataset", Path),
@@ -190,7 +190,7 @@ def run_locked(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
             bench.write(outcomes, options.out, name, about, draws, notes)
     print("".join(f"\n{note}\n" for note in notes), end="", flush=True)
     if options.out:
-        files = f"{name}.md, .json and .png" if draws else f"{name}.md and .json"
+        files = f"{name}.md, .json, .csv and .png" if draws else f"{name}.md, .json and .csv"
         print(f"wrote {files}, and {name}-generations, to {options.out}", file=sys.stderr)
     return 0
 
@@ -242,20 +242,18 @@ def with_settings(settings: dict[str, dict[str, Any]], policies: list[str], give
     Raises:
       ValueError: no policy of the comparison has a setting.
     """
-    import inspect
-
     from jkv.evaluation.oracles import ORACLE
     from jkv.policies.oracle import oracle
 
-    fields, recipes = {}, POLICIES | {ORACLE: oracle}
+    own: dict[str, dict[str, Any]] = {}
     for name in policies:
-        recipe = recipes.get(settings.get(name, {}).get("policy", name))  # an unknown one is refused later
-        fields[name] = {*inspect.signature(recipe).parameters, "published"} if recipe else set()
+        recipe = settings.get(name, {}).get("policy", name)  # an unknown one is refused later
+        has = functools.partial(accepts, oracle if recipe == ORACLE else recipe)
+        own[name] = {field: value for field, value in given.items() if has(field)}
     for field in given:
-        if not any(field in known for known in fields.values()):
+        if not any(field in set_ for set_ in own.values()):
             rule = f"No policy of this comparison has the setting {field}; got {', '.join(policies)}. Leave it out."
             raise refused(rule, **{field: "unknown_name"})
-    own = {name: {field: value for field, value in given.items() if field in known} for name, known in fields.items()}
     return settings | {name: settings.get(name, {}) | set_ for name, set_ in own.items() if set_}
 
 

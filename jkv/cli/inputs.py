@@ -106,7 +106,8 @@ def expand_flags(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> l
     for flag in unknown:
         if flag[2:] not in settings:
             near = did_you_mean(flag, [*options, *(f"--{name}" for name in settings)])
-            parser.error(f"{flag} is neither an option of this command nor a setting of a policy.{near}")
+            own = f" A setting of a policy of your own is --set {flag[2:].replace('-', '_')}=VALUE."
+            parser.error(f"{flag} is neither an option of this command nor a setting of a policy.{near}{own}")
     expanded, rest = [], list(arguments[:end])
     while rest:
         word = rest.pop(0)

@@ -103,7 +103,7 @@ def number_or_text(text: str) -> int | str:
 
 
 MODEL = Option("model", str, "tiny-reasoner", "a name of `jkv models`, a checkpoint folder, a GGUF file, or a hub name")
-POLICY = Option("policy", str, "full", "how the cache stays small; see `jkv policies`")
+POLICY = Option("policy", str, "full", "how the cache stays small: a name of `jkv policies`, or module:name of your own")
 BUDGET = Option(
     "budget", str, None, "slots kept in each layer and KV head; or bytes of a row over all, such as 64MB", number_or_text
 )

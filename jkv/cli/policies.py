@@ -31,12 +31,12 @@ def run(options: argparse.Namespace) -> int:
     import inspect
 
     from jkv.eviction.recipe import entry_of, markdown, page_with_table
-    from jkv.policies import POLICIES
+    from jkv.policies import POLICIES, is_known
     from jkv.reports import write_text
     from jkv.text_files import read_text
 
     if options.name is not None:
-        if options.name not in POLICIES:
+        if not is_known(options.name):
             rule = f"There is no policy {shown(options.name)}.{did_you_mean(options.name, POLICIES)} See `jkv policies`."
             raise refused(rule, name="unknown_name")
         print(explain(options.name))
@@ -62,21 +62,22 @@ def explain(name: str) -> str:
     """A policy's idea, paper, settings with their defaults, and all that its docstring says."""
     import inspect
 
-    from jkv.eviction.recipe import entry_of
-    from jkv.policies import POLICIES
+    from jkv.policies import recipe_of
+    from jkv.policies.own import fields_of, is_own
 
-    recipe = POLICIES[name]
-    entry, fields = entry_of(recipe), inspect.signature(recipe).parameters.values()
-    paper = f" (arXiv {entry.arxiv})" if entry.arxiv else ""
+    recipe = recipe_of(name)
+    entry, fields = vars(recipe).get("entry"), fields_of(recipe).values()
+    paper = f" (arXiv {entry.arxiv})" if entry and entry.arxiv else ""
+    head = f"{entry.title}{paper}: {entry.idea}" if entry else name
     taken = {option.name for option in ENGINE} - {"budget"}  # of the command itself, such as --seed
     said = {
-        f"set {field.name}=" if field.name in taken else field.name.replace("_", "-"): "must be given"
+        f"set {field.name}=" if field.name in taken or is_own(name) else field.name.replace("_", "-"): "must be given"
         if field.default is field.empty
         else f"default: {field.default!r}"
         for field in fields
     }
     flags = "".join(f"\n  --{flag:<18}{words}" for flag, words in said.items())
     text = inspect.getdoc(recipe) or ""
-    own = ", ".join(f"{field}={value!r}" for field, value in entry.published.items())
+    own = ", ".join(f"{field}={value!r}" for field, value in entry.published.items()) if entry else ""
     flags += f"\n\nAs published (`jkv.published`, or --set published=true): {own}" if own else ""
-    return f"{entry.title}{paper}: {entry.idea}\n\n{text}\n\nSettings, as options of `jkv generate`:{flags or ' none'}"
+    return f"{head}\n\n{text}\n\nSettings, as options of `jkv generate`:{flags or ' none'}"

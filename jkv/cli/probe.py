@@ -53,6 +53,7 @@ def run(options: argparse.Namespace) -> int:
     from jkv.evaluation.contrasts import check_contrasts
     from jkv.evaluation.probe import Reading, contrasts_table, probe, table, text_sets
     from jkv.reports import about, write
+    from jkv.tidy import csv_of, records_of
 
     chosen = read_options(options, OPTIONS)
     check_counts(**{name: chosen[name] for name in ("seeds", "max_running", "page_size")})
@@ -87,6 +88,6 @@ def run(options: argparse.Namespace) -> int:
     lines = "\n\n".join(parts)
     print(lines)
     if options.out:
-        write(stem, record | {"readings": [vars(one) for one in readings]}, lines, options.out)
-        print(f"wrote {stem}.json and {stem}.md to {options.out}", file=sys.stderr)
+        write(stem, record | {"readings": [vars(one) for one in readings]}, lines, options.out, csv_of(records_of(readings)))
+        print(f"wrote {stem}.md, .json and .csv to {options.out}", file=sys.stderr)
     return 0

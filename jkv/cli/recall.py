@@ -52,6 +52,7 @@ def run(options: argparse.Namespace) -> int:
     from jkv.evaluation.budgets import parse_mean_budget
     from jkv.evaluation.variants import build, takes_budget
     from jkv.reports import about, write
+    from jkv.tidy import csv_of, records_of
 
     chosen = read_options(options, OPTIONS)
     check_counts(**{name: chosen[name] for name in ("passages", "length", "prompt", "interval", "max_running", "page_size")})
@@ -83,6 +84,6 @@ def run(options: argparse.Namespace) -> int:
     if options.out:
         stem = f"{options.config.stem if options.config else 'recall'}-{Path(str(chosen['model'])).name}"
         each = [{name: getattr(value, "tolist", lambda v=value: v)() for name, value in vars(one).items()} for one in figures]
-        write(stem, record | {"policies": each}, lines, options.out)
-        print(f"wrote {stem}.json and {stem}.md to {options.out}", file=sys.stderr)
+        write(stem, record | {"policies": each}, lines, options.out, csv_of(records_of(figures)))
+        print(f"wrote {stem}.md, .json and .csv to {options.out}", file=sys.stderr)
     return 0

@@ -45,7 +45,8 @@ OPTIONS = (
         "policies",
         list,
         [],
-        "more policies that requests may name: those that need more than the last 8 queries, such as h2o,quest",
+        "more policies that requests may name: those that need more than the last 8 queries, such as h2o,quest, and your own, "
+        "as module:name",
         words,
         {"metavar": "NAMES"},
     ),
@@ -111,6 +112,7 @@ def run(options: argparse.Namespace) -> int:
 
     from jkv.engine.engine import Engine
     from jkv.policies import has_budget, make, r_kv
+    from jkv.policies.own import is_own
     from pallas_kernels.sealed import SEALED
 
     settings = read_settings(options.budget, options.set)
@@ -120,6 +122,7 @@ def run(options: argparse.Namespace) -> int:
     trainer = TrainerOptions(options.weights_root) if options.trainer else None
     server_options = ServerOptions(
         settings=settings,
+        own=tuple(filter(is_own, options.policies)),
         allowed=tuple(options.allow_policies),
         parse_special=options.parse_special,
         api_key=key,

@@ -81,8 +81,8 @@ class Trials:
             self._passed.add(evict.static)
 
     def _try_score(self, policy: Policy, evict: Evict, model: Model) -> None:
-        num_layers, row = self._state.cache.pool.page_table.shape[0], jax.ShapeDtypeStruct((1,), jnp.int32)
-        budget = jax.ShapeDtypeStruct((num_layers, 1), jnp.int32)
+        num_layers, _, num_heads, _ = self._state.cache.pool.page_table.shape
+        row, budget = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((num_layers, 1, num_heads), jnp.int32)
         similarity = jax.ShapeDtypeStruct((), jnp.float32) if evict.needs.similarity else None
         scores.eval_shape(self._state, row, budget, row, similarity, facts_for(policy, model), evict.static)
 

@@ -199,7 +199,7 @@ def prefill_chunk(
 def compact(
     state: State,
     row: Int[Array, " R"],
-    budget: Int[Array, "L R"],
+    budget: Int[Array, "L R K"],
     prompt_length: Int[Array, " R"],
     protected: Int[Array, "2 R"],
     evict: Evict,
@@ -235,16 +235,15 @@ def compact(
     if cutoff is not None:
         score = Cutoff(*(jnp.tile(x, num_layers) for x in cutoff))(score, view.age)
     score, position = (x.reshape(*by_layer, *x.shape[1:]) for x in (score, view.position))
-    slots = evict.choose(score, budget[..., None], first_head)
-    carried = None if carried is None else carried.reshape(position.shape)
+    slots = evict.choose(score, budget, first_head)
+    numbers = {place: carried[name].reshape(position.shape) for name, place in evict.needs.carried_slots.items()}
     if is_alive is not None:
         goes_on, slot = is_alive[row][:, None, None], jnp.arange(slots.shape[-1], dtype=jnp.int32)
         slots = jnp.where(goes_on, slots, jnp.where(slot < pool.length[:, row][..., None], slot, EMPTY))
-        carried = None if carried is None else jnp.where(goes_on, carried, pool.slot_data["carried"][:, row])
+        numbers = {place: jnp.where(goes_on, new, pool.slot_data[place][:, row]) for place, new in numbers.items()}
         kinds = jnp.where(is_alive[row][:, None], kinds, 0)
-    if carried is not None:
-        numbers = pool.slot_data["carried"].at[:, row].set(carried)
-        pool = pool.replace(slot_data=pool.slot_data | {"carried": numbers})
+    numbers = {place: pool.slot_data[place].at[:, row].set(new) for place, new in numbers.items()}
+    pool = pool.replace(slot_data=pool.slot_data | numbers)
     keep = compaction.take_slots if cache.tail is None else compaction.take_whole_pages
     state = state._replace(cache=cache._replace(pool=keep(pool, row, slots)))
     dropped = compaction.dropped_positions(position, slots) if is_traced else None

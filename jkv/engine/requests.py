@@ -102,14 +102,14 @@ class Request:
         return bool(self.stop_ids or self.stop_strings) and len(self.forced) < self.max_new_tokens
 
     def first_slots(self, num_layers: int) -> np.ndarray:
-        """Mean slots of a KV head in each layer when the first token is drawn, or the prompt's second piece enters: [L]."""
-        return compacted(self.policy, np.full(num_layers, self.first_prompt), self.first_prompt, 0)
+        """`Row.filled` when the first token is drawn, or the prompt's second piece enters."""
+        return compacted(self.policy, self.policy.uncut(self.first_prompt, num_layers), self.first_prompt, 0)
 
     @property
     def stays_whole(self) -> bool:
         """Whether its policy cannot compact the prompt before the first token is drawn."""
         target = self.policy.target(len(self.prompt), 0)
-        return not self.num_before and (target is None or (target >= len(self.prompt) and self.policy.pyramid == 1))
+        return not self.num_before and (target is None or (target >= len(self.prompt) and self.policy.is_even))
 
     @property
     def prefix(self) -> tuple[bytes, str, int, Policy | Sentences | None]:

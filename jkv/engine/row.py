@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jkv.cache.pool import num_pages_of
 from jkv.engine.processes import host
 from jkv.engine.records import Records
 from jkv.engine.state import Snapshot
@@ -56,8 +55,9 @@ class Row:
 
     Attributes:
       place: where its pages are.
-      filled: `[L]` mean slots of a KV head in each layer; None until its pages are reserved.
-      heads: `[L, K]` slots of each KV head, where scores decided how many stay; None where all have `filled`.
+      filled: `[L]` mean slots of a KV head in each layer, or `[L, K]` slots where its policy has budgets of KV heads; None
+        until its pages are reserved.
+      heads: `[L, K]` slots of each KV head, where scores decided how many stay; None where `filled` says it.
       keeps_all: whether the token has come after which its policy evicts no more.
       version: of the weights that made its logits.
       evicted: tokens dropped, averaged over layers and KV heads.
@@ -98,7 +98,5 @@ class Row:
 
     def pages_with(self, policy: Policy, growth: int, num_kv_heads: int, page_size: int, num_shards: int = 1) -> int:
         """The most pages with `growth` more slots; each of the shards of a mesh takes as many as the fullest."""
-        if self.heads is None:
-            return policy.num_pages(self.filled + growth, num_kv_heads, page_size, num_shards)
-        of_heads = num_pages_of(self.heads + growth, page_size).sum(axis=0)
-        return num_shards * int(of_heads.reshape(num_shards, -1).sum(axis=1).max())
+        slots = self.filled if self.heads is None else self.heads
+        return policy.num_pages(slots + growth, num_kv_heads, page_size, num_shards)

@@ -95,6 +95,11 @@ class Flight:
         return {i: row(i) for i, sample in self.rows.items() if not sample.is_finished}
 
 
+def by_head(budgets: np.ndarray, num_kv_heads: int) -> np.ndarray:
+    """Budgets of each layer, [L], or of each KV head, [L, K], as [L, K]."""
+    return np.asarray(np.broadcast_to(budgets.reshape(len(budgets), -1), (len(budgets), num_kv_heads)), np.int32)
+
+
 def alive_after(last: Flight | None, at_first: Any) -> Any:
     """Which rows go on after a chunk that may not be read yet, on the device: [B]; `at_first` where none is in flight."""
     return at_first if last is None else last.outputs.is_running
@@ -306,7 +311,8 @@ class Runner:
         Where it enters in pieces, that is its first one, and the others follow.
         """
         prompt, config, done = sample.request.prompt[: sample.request.first_prompt], self.model.config, 0
-        filled, asked = np.full(config.num_paged_layers, len(prompt)), (self.is_traced, self.routed_experts)
+        filled = sample.request.policy.uncut(len(prompt), config.num_paged_layers)
+        asked = self.is_traced, self.routed_experts
         sample.row = Row(Place.BATCH, filled, version=self.version, records=new_records(sample.request, self.model, *asked))
         with self.meter.clock("prefill_seconds"):
             if self.prefix_cache.piece:
@@ -513,7 +519,7 @@ class Runner:
             self.state, dropped, is_left, kinds = self.programs.compact(
                 self.state,
                 np.full(1, row, np.int32),
-                np.asarray(sample.budgets, np.int32)[:, None],
+                by_head(sample.budgets, self.capacity.num_kv_heads)[:, None],
                 np.full(1, request.first_prompt, np.int32),
                 np.asarray([[evict.sinks], [evict.recent]], np.int32),
                 evict=evict.static,

@@ -72,7 +72,7 @@ class Progress(NamedTuple):
     """The counters of a sample that grow with each chunk."""
 
     generated: int
-    filled: Any  # [L] mean slots of a KV head in each layer
+    filled: Any  # of its row (`Row.filled`)
 
 
 @dataclasses.dataclass(eq=False)
@@ -262,7 +262,7 @@ class Sample:
 
     @property
     def budgets(self) -> Any:
-        """The most slots that the next compaction leaves in each layer: [L]."""
+        """The most slots that the next compaction leaves in each layer, [L], or in each KV head, [L, K]."""
         target: Any = self.request.policy.target(self.request.first_prompt, self.clock)
         if not self.request.policy.is_planned:
             return np.full(len(self.row.filled), self.num_seen)
@@ -335,7 +335,8 @@ class Sample:
 
     def plan_again(self, progress: Progress, planned: list[Progress]) -> None:
         """Runs ahead again by the chunks that are not read yet, once the first one is counted."""
-        assert not planned or (self.generated, list(self.row.filled)) == (planned[0].generated, list(planned[0].filled))
+        assert not planned or self.generated == planned[0].generated
+        assert not planned or np.array_equal(self.row.filled, planned[0].filled)
         (self.generated, self.row.filled), self.planned = progress, planned
 
     def _evicted_in_steps(self, goes_on: bool) -> Any:
@@ -363,7 +364,7 @@ class Sample:
         """Records a chunk, then counts its tokens and slots."""
         count = len(row.tokens)
         if self.row.records is not None:
-            self.row.records.decoded(row, self.request.policy, self.num_seen, int(self.row.filled[0]))
+            self.row.records.decoded(row, self.request.policy, self.num_seen, int(self.row.filled.flat[0]))
         self.row.append(count)
         evicted = self._evicted_in_steps(row.goes_on)
         self.row.filled = self.row.filled - evicted

@@ -61,7 +61,7 @@ def empty_state(
         page_size=page_size,
         dtype=dtype,
         slot_data=("mass",) * needs.mass
-        + ("carried",) * needs.carried
+        + tuple(needs.carried_slots.values())
         + (GATE,) * needs.gate
         + (pages.LOG_WEIGHT,) * needs.sharing,
         has_vacant_slots=needs.mass,

@@ -430,9 +430,8 @@ class Meter:
         """
         policy, config = sample.request.policy, self.config
         whole = num_pages_of(sample.num_seen, self.page_size)
-        held = float(config.num_kv_heads * num_pages_of(sample.row.filled, self.page_size).sum())
-        if sample.row.heads is not None:
-            held = float(num_pages_of(sample.row.heads, self.page_size).sum())
+        slots = sample.row.filled if sample.row.heads is None else sample.row.heads
+        held = float(num_pages_of(slots, self.page_size).sum() * (config.num_kv_heads if slots.ndim == 1 else 1))
         if policy.read is not None:
             dense = policy.read.num_dense(config.num_paged_layers) / config.num_paged_layers
             read = min(whole, pages_read(policy.read.budget, self.page_size))

@@ -6,7 +6,6 @@ what is compared are the differences on the same texts. `jkv choose` prints it.
 """
 
 import dataclasses
-import inspect
 import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,17 +26,19 @@ from jkv.evaluation.graders import check_gold, grader_of
 from jkv.evaluation.probe import check_lengths, decode
 from jkv.evaluation.probe_texts import Probe, passages_of
 from jkv.evaluation.problems import Problem, tokens_of
-from jkv.evaluation.variants import build, settings_of, takes_budget
+from jkv.evaluation.variants import build, by_name, settings_of, takes_budget
 from jkv.eviction import Policy
 from jkv.eviction.byte_budget import is_bytes, parse_bytes
 from jkv.generate import generate
 from jkv.limits import MOST_SAMPLES
 from jkv.model.params import Model
 from jkv.model.sampling import Sampling
-from jkv.policies import POLICIES, full, make, needs_no_file
+from jkv.policies import POLICIES, Recipe, full, is_known, make, needs_no_file, recipe_of
+from jkv.policies.own import fields_of
 from jkv.progress import bar_of
 from jkv.reports import markdown
 from jkv.statistics import bootstrap, with_interval
+from jkv.tidy import to_pandas
 
 BUDGETS = ("50%", "25%", "12.5%")
 TOLERANCE = 0.05  # nats a token
@@ -136,7 +137,8 @@ class Choice:
     @property
     def line(self) -> str:
         """The line of code that uses it."""
-        return f"jkv.generate(model, prompts, policy=jkv.{self.policy!r})"
+        is_own = repr(self.policy).partition("(")[0] not in POLICIES
+        return f"jkv.generate(model, prompts, policy={'' if is_own else 'jkv.'}{self.policy!r})"
 
     def __str__(self) -> str:
         mean = sum(self.lengths) / len(self.lengths)
@@ -191,6 +193,27 @@ class Choice:
         return said
 
     @property
+    def tidy(self) -> list[dict[str, Any]]:
+        """A record for each policy, budget and text (`jkv.tidy`)."""
+        return [
+            {
+                "policy": row.name,
+                "settings": row.policy.definition,
+                "budget": row.budget,
+                "kv_bytes": row.budget * self.slot.whole,
+                "is_tied": row.is_tied,
+                "text": i,
+                "loss": loss,
+            }
+            for row in self.rows
+            for i, loss in enumerate(row.loss.tolist())
+        ]
+
+    def to_pandas(self) -> Any:
+        """The same as a `pandas.DataFrame` (`jkv.to_pandas`)."""
+        return to_pandas(self)
+
+    @property
     def record(self) -> dict[str, Any]:
         """All figures, for JSON."""
         rows = [
@@ -214,7 +237,7 @@ def choose(
     texts: str | Sequence[str] | None = None,
     problems: Sequence[Problem | tuple[str, str]] | None = None,
     *,
-    policies: Sequence[str] | None = None,
+    policies: Sequence[Recipe] | None = None,
     budgets: Sequence[str | int] = BUDGETS,
     memory: str | None = None,
     tolerance: float = TOLERANCE,
@@ -235,8 +258,9 @@ def choose(
       texts: what the model will read and write: one long text, which is cut into passages, or a list of texts.
       problems: in place of texts, problems with their gold answers. The model's own greedy answers with the full cache are the
         texts, and the chosen policy then answers the problems by itself.
-      policies: names, or variants that `settings` define (`jkv.evaluation.compare`). None takes all that have a budget, free
-        memory and need no trained file, and those of `settings`. Random slots are always among them.
+      policies: names, variants that `settings` define, or functions that return policies (`jkv.evaluation.compare`). None takes
+        all that have a budget, free memory and need no trained file, and those of `settings`. Random slots are always among
+        them.
       budgets: slots, or shares of the texts' mean length.
       memory: bytes of a row over all layers and KV heads, such as "64MB"; the only budget then.
       tolerance: the most that the chosen policy may lose, nats a token, as the upper end of its 95 % interval.
@@ -266,8 +290,8 @@ def choose(
     sizes = [parse_mean_budget(budget) for budget in budgets] if memory is None else [in_memory(memory, slot)]
     if not sizes:
         raise InputError("{field} must be a list of at least one; got none.", field="budgets", code="missing")
-    settings = settings or {}
-    names = list(dict.fromkeys([*(ranked_names(settings) if policies is None else policies), BASELINE]))
+    given, settings = by_name(ranked_names(settings or {}) if policies is None else policies, settings)
+    names = list(dict.fromkeys([*given, BASELINE]))
     settings = with_interval_of(names, settings, interval)
     check_names(names, settings)
     asked = [one if isinstance(one, Problem) else Problem(*one) for one in problems or ()]
@@ -366,8 +390,8 @@ def with_interval_of(names: Sequence[str], settings: dict[str, dict[str, Any]], 
     own = {}
     for name in names:
         recipe, chosen = settings_of(name, settings)
-        field = inspect.signature(POLICIES[recipe]).parameters.get("interval") if recipe in POLICIES else None
-        if field is not None and field.default > 1 and "interval" not in chosen:
+        field = fields_of(recipe_of(recipe)).get("interval") if is_known(recipe) else None
+        if field is not None and field.default != 1 and "interval" not in chosen:
             own[name] = settings.get(name, {}) | {"interval": interval}
     return settings | own
 

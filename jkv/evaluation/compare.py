@@ -38,15 +38,18 @@ from jkv.evaluation.generations import (
 from jkv.evaluation.graders import check_gold, grader_of
 from jkv.evaluation.oracles import ORACLE, greedy_texts, oracles_of, settings_of_oracle
 from jkv.evaluation.problems import Problem, tokens_of
-from jkv.evaluation.variants import build, kv_dtype_of, seeds_of, size_in_slots, takes_budget
+from jkv.evaluation.variants import build, by_name, kv_dtype_of, seeds_of, size_in_slots, takes_budget
 from jkv.eviction import Policy
 from jkv.model.params import Model
 from jkv.model.sampling import Sampling
-from jkv.policies import POLICIES, full
+from jkv.policies import POLICIES, Recipe, full, is_known
 from jkv.reports import markdown, write_figure, write_json, write_text
 from jkv.resuming import check_same
 from jkv.statistics import accuracy_figures, check_ks, paired_change, pass_figures
+from jkv.tidy import csv_of, records_of
 
+# Of an outcome, what is of single samples or nested; `Outcome.tidy` has figures of some.
+NOT_TIDY = {"right", "touched_each", "lengths", "seed_accuracy", "sharing", "pass_at", "touched_accuracy", "touched_change"}
 GROWING = {"policies", "budgets", "settings"}  # of a comparison that is resumed
 
 
@@ -99,6 +102,18 @@ class Outcome:
         return self.policy, self.settings, self.share, self.is_each, self.kv_dtype, self.num_bytes
 
     @property
+    def tidy(self) -> list[dict[str, Any]]:
+        """Its figures as one record of a table (`jkv.tidy`); an interval is in columns that end with `_low` and `_high`."""
+        record = {name: value for name, value in vars(self).items() if name not in NOT_TIDY}
+        marks = self.touched_each or ""
+        record |= {"touched": marks.count("1") / len(marks) if marks else math.nan, "seeds": len(self.seed_accuracy) or 1}
+        spread = {"touched_accuracy": self.touched_accuracy, "touched_change": self.touched_change}
+        for name, figures in {**{f"pass_at_{k}": figures for k, figures in self.pass_at.items()}, **spread}.items():
+            values = figures or [math.nan] * 3
+            record |= dict(zip((name, f"{name}_low", f"{name}_high"), values, strict=True))
+        return [record]
+
+    @property
     def rights(self) -> np.ndarray:
         """Which samples of each problem are right: [problems, n] bool."""
         return np.array([mark == "1" for mark in self.right]).reshape(self.problems, -1)
@@ -107,7 +122,7 @@ class Outcome:
 def compare(
     model: Model,
     problems: Sequence[Problem],
-    policies: Sequence[str],
+    policies: Sequence[Recipe],
     budgets: Sequence[str | int],
     settings: dict[str, dict[str, Any]] | None = None,
     report: Callable[[list["Outcome"]], None] = lambda outcomes: None,
@@ -127,7 +142,10 @@ def compare(
     file for each policy and budget (`jkv.evaluation.generations`), from which an interrupted comparison resumes. `pass_at` are
     the k of pass@k; None takes 1 and the number of samples.
 
-    A name of your own is a variant: its settings name the `policy` that it varies, and override that one's; its `kv_dtype` is
+    Policies are names of `jkv.POLICIES`, names of your own (`module:name`, see `jkv.policies.own`), policies, or functions that
+    return one. Those that are no names appear under their own, and a policy, which has its budget, runs once.
+
+    Another name is a variant: its settings name the `policy` that it varies, and override that one's; its `kv_dtype` is
     the engine's. A policy without a budget (RPC's grows with the sequence) runs once, with its settings. One with a setting
     `seed` runs with so many `seeds`, from its own on, and has one outcome, of means. "oracle" is what a budget allows: for each
     problem, a policy that knows what the full cache's greedy answer reads (`jkv.policies.oracle`).
@@ -141,13 +159,13 @@ def compare(
     need_tokenizer(model.tokenizer, "Answers are read from text")
     check_gold([problem.answer for problem in problems], grader_of(grader))
     check_counts(seeds=seeds)
-    ks, settings = check_ks(pass_at, samples), settings or {}
-    recipes = {name: own.get("policy", name) for name, own in settings.items()}
-    if unknown := sorted(set(recipes.values()) - {*POLICIES, ORACLE}):
+    ks, (names, settings) = check_ks(pass_at, samples), by_name(policies, settings)
+    recipes = [own.get("policy", name) for name, own in settings.items()]
+    if unknown := sorted({recipe for recipe in recipes if recipe != ORACLE and not is_known(recipe)}):
         raise refused(f"settings are for policies, {', '.join(POLICIES)}; got {', '.join(unknown)}.", settings="unknown_name")
     sizes = [parse_budget(budget) for budget in budgets]
     wanted: list[tuple[str, Budget]] = []
-    for name in policies:
+    for name in names:
         if name != "full":
             form = EngineOptions(kv_dtype=kv_dtype_of(name, settings, options), page_size=options.get("page_size")).kv_format
             slot = slot_size_of(model.params, form)
@@ -156,7 +174,7 @@ def compare(
     for name, size in wanted:
         if name != ORACLE:
             build(name, size.slots_or_large, settings)
-    if ORACLE in policies:
+    if ORACLE in names:
         settings_of_oracle(settings)
         check_greedy(samples, options.get("sampling"))
     ids = encode_prompts(model, [tokens_of(model, problem) for problem in problems])
@@ -394,7 +412,8 @@ def table(outcomes: Sequence[Outcome], ks: Sequence[int] = (1,)) -> str:
 def write(
     outcomes: Sequence[Outcome], folder: Path, name: str, about: dict[str, Any], draws: bool = True, notes: Sequence[str] = ()
 ) -> None:
-    """The table with the notes below, the figures and, if it `draws`, the picture, as `name`.md, .json and .png."""
+    """The table with the notes below, the figures and, if it `draws`, the picture, as `name`.md, .json, .csv and .png."""
+    write_text(folder / f"{name}.csv", csv_of(records_of(outcomes)))
     write_figures(outcomes, folder, name, about)
     write_text(folder / f"{name}.md", "\n\n".join([table(outcomes), *notes]) + "\n")
     if draws:

@@ -26,11 +26,12 @@ from jkv.evaluation.contrasts import p_cell
 from jkv.evaluation.generations import NEW_FOLDER
 from jkv.evaluation.oracles import ORACLE, oracles_of, settings_of_oracle
 from jkv.evaluation.probe_texts import KINDS, Probe
-from jkv.evaluation.variants import build, kv_dtype_of, seeds_of, takes_budget
+from jkv.evaluation.variants import build, by_name, kv_dtype_of, seeds_of, takes_budget
 from jkv.eviction import Policy
 from jkv.generate import generate
 from jkv.limits import check_numbers
 from jkv.model.params import Model
+from jkv.policies import Recipe
 from jkv.reports import append_text, json_lines, markdown, read_json_lines, write_text
 from jkv.resuming import check_same, digest_of, plain
 from jkv.statistics import holm, sign_flip_p, with_interval
@@ -65,6 +66,14 @@ class Reading:
     kv_bytes: float
     pages_read: float
     made_of: str
+
+    @property
+    def tidy(self) -> list[dict[str, Any]]:
+        """A record for each text (`jkv.tidy`); a policy's loss is the full cache's `log_prob` of the same text less its own."""
+        names = ("texts", "policy", "settings", "budget", "seed", "kv_bytes", "pages_read")
+        own = {name: getattr(self, name) for name in names}
+        pairs = enumerate(zip(self.groups, self.log_prob, strict=True))
+        return [own | {"text": i, "group": group, "log_prob": value} for i, (group, value) in pairs]
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -134,7 +143,7 @@ def check_options(where: str, kind: str, options: dict[str, Any]) -> None:
 def probe(
     model: Model,
     sets: Sequence[TextSet],
-    policies: Sequence[str],
+    policies: Sequence[Recipe],
     settings: dict[str, dict[str, Any]] | None = None,
     *,
     seeds: int = 1,
@@ -147,7 +156,7 @@ def probe(
     Args:
       model: with a tokenizer.
       sets: the texts that are read.
-      policies: names, or variants that `settings` define (`jkv.evaluation.compare`).
+      policies: names, variants that `settings` define, or policies themselves (`jkv.evaluation.compare`).
       settings: of policies, by name; a variant may have a `kv_dtype` of its own.
       seeds: of policies that draw at random.
       path: a JSON-lines file that receives each reading, and from which those that it holds are taken.
@@ -159,12 +168,12 @@ def probe(
         another model.
     """
     need_tokenizer(model.tokenizer, "Probes are made of text")
-    settings = settings or {}
+    names, settings = by_name(policies, settings)
     known = {one.key: one for one in read_known(path)}
     wanted = [(texts, texts.probes(model.tokenizer)) for texts in sets]
     for texts, probes in wanted:
         check_lengths(model, texts.name, probes)
-        for name, slots, seed in runs_of(texts, policies, probes, settings, seeds):
+        for name, slots, seed in runs_of(texts, names, probes, settings, seeds):
             EngineOptions(kv_dtype=kv_dtype_of(name, settings, options))  # which refuses before anything runs, as `build` does
             if name != ORACLE:
                 build(name, slots, settings, seed)
@@ -175,7 +184,7 @@ def probe(
     for texts, probes in wanted:
         oracles = oracles_of(model, [(one.prompt, one.rest) for one in probes], settings)
         tokens = digest_of(probes)  # the manual differs between versions of Python
-        for name, slots, seed in runs_of(texts, ["full", *policies], probes, settings, seeds):
+        for name, slots, seed in runs_of(texts, ["full", *names], probes, settings, seeds):
             policy = None if name == ORACLE else build(name, slots, settings, seed)
             own = options if (kv_dtype := kv_dtype_of(name, settings, options)) is None else options | {"kv_dtype": kv_dtype}
             made_of = json.dumps({**model.digests, "data": tokens, "kind": texts.kind, "options": plain([texts.options, own])})

@@ -1,14 +1,43 @@
 """The policies of a comparison by their names, which may be those of variants with settings of their own."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jkv.cache.slot_size import SlotSize
+from jkv.checks import shown
+from jkv.errors import refused
 from jkv.evaluation.budgets import Budget
 from jkv.evaluation.oracles import ORACLE
 from jkv.eviction import Policy
 from jkv.eviction.byte_budget import in_slots, parse_bytes
-from jkv.policies import has_budget, has_setting, make
+from jkv.policies import Recipe, has_budget, has_setting, make, name_of
+
+
+def by_name(
+    policies: Sequence[Recipe], settings: Mapping[str, dict[str, Any]] | None
+) -> tuple[list[str], dict[str, dict[str, Any]]]:
+    """The names of policies, and their settings with each policy, or function that returns one, as a variant of its name.
+
+    Raises:
+      ValueError: something else, or two policies of one name.
+    """
+    names, known = [], dict(settings or {})
+    for recipe in policies:
+        name = name_of(recipe)
+        if not isinstance(recipe, str):
+            if not callable(recipe) and not isinstance(recipe, Policy):
+                rule = f"A policy is a name, a jkv.Policy, or a function that returns one; got {shown(recipe)}."
+                raise refused(rule, policies="wrong_type")
+            if name in policies or name in names or name in ("full", ORACLE) or "policy" in known.get(name, {}):
+                raise refused(
+                    f"Each policy of a comparison needs a name of its own; {name} is taken. Name it: "
+                    f'settings={{"mine": {{"policy": ...}}}} with policies=["mine"].',
+                    policies="conflict",
+                )
+            known[name] = known.get(name, {}) | {"policy": recipe}
+        names.append(name)
+    return names, known
 
 
 def build(name: str, slots: int | None, settings: dict[str, dict[str, Any]], seed: int | None = None) -> Policy:
@@ -30,8 +59,8 @@ def takes_budget(name: str, settings: dict[str, dict[str, Any]]) -> bool:
     return False
 
 
-def settings_of(name: str, settings: dict[str, dict[str, Any]]) -> tuple[str, dict[str, Any]]:
-    """The recipe of a policy or variant, and its settings."""
+def settings_of(name: str, settings: dict[str, dict[str, Any]]) -> tuple[Recipe, dict[str, Any]]:
+    """The recipe of a policy or variant, by its name or as it is, and its settings."""
     own = settings.get(name, {})
     recipe = own.get("policy", name)
     return recipe, {

@@ -65,7 +65,7 @@ def check_sealing_on(platform: str, kv_format: Format | None, head_size: int) ->
 def drops_whole_pages(policy: Policy, page: int) -> bool:
     """Whether it only ever drops whole pages of the text, and never the first one nor the newest two."""
     evict, schedule = policy.evict, policy.schedule
-    if evict is None or policy.share is not None or policy.until is not None or policy.pyramid != 1:
+    if evict is None or policy.share is not None or policy.until is not None or not policy.is_even:
         return False
     if not (isinstance(evict.score, UniformBlocks) and isinstance(schedule, WholeBlocks)):
         return False

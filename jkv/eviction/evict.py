@@ -12,7 +12,7 @@ from jkv.cache.pool import EMPTY
 from jkv.checks import check_between, check_known, check_least, typed
 from jkv.errors import InputError
 from jkv.eviction.needs import Needs
-from jkv.eviction.view import CacheView, Score, check_score, scores_of
+from jkv.eviction.view import CacheView, Numbers, Score, check_score, scores_of
 from jkv.model.sharding import HEADS
 from pallas_kernels.largest_slots import ROUNDING
 
@@ -105,18 +105,15 @@ class Evict:
         """The scores, `-inf` for empty slots and `+inf` for protected ones; `limits` default to `sinks` and `recent`."""
         return self.rate_and_carry(view, limits)[0]
 
-    def rate_and_carry(
-        self, view: CacheView, limits: Limits | None = None
-    ) -> tuple[Float[Array, "B K S"], Float[Array, "B K S"] | None]:
-        """The scores of `rate`, and the number that each slot carries to the next compaction; None unless `Needs.carried`.
+    def rate_and_carry(self, view: CacheView, limits: Limits | None = None) -> tuple[Float[Array, "B K S"], Numbers]:
+        """The scores of `rate`, and the numbers that each slot carries to the next compaction, by the names of `Needs.carried`.
 
         Raises:
           ScoreError: what the score returns is none.
         """
         score, carried = scores_of(self.score, view)
         score = jnp.where(self.is_protected(view, limits), jnp.inf, score)
-        if carried is not None:
-            carried = jnp.where(view.is_filled, carried, 0.0)
+        carried = {name: jnp.where(view.is_filled, number, 0.0) for name, number in carried.items()}
         return jnp.where(view.is_filled, score, -jnp.inf), carried
 
     def is_protected(self, view: CacheView, limits: Limits | None = None) -> Bool[Array, "B K S"]:

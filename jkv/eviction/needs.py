@@ -5,7 +5,7 @@ The policy checks it, the engine allocates by it, and the planner counts it.
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 from jkv.checks import check_known
 from jkv.errors import InputError, refused
@@ -14,6 +14,25 @@ DEFAULT_WINDOW = 8  # queries: the default of R-KV and SnapKV
 IN_STEP = ("", "sum", "last")
 OF_ONE_SCORE = ("in_step", "keeps_window")
 NOT_KEPT = ("compares_keys", "rope", "projected", "calibration")  # an engine keeps nothing for them
+
+
+def amount(need: int | str | tuple[str, ...]) -> int:
+    """How much of something a need asks for: of names, their number; of a text, whether there is one."""
+    return need if isinstance(need, int) else len(need)
+
+
+def check_carried(names: Any) -> None:
+    """Refuses what does not name the numbers that slots carry.
+
+    Raises:
+      ValueError: no tuple of names, or a name that is given twice.
+    """
+    is_names = isinstance(names, tuple) and all(isinstance(name, str) and name.isidentifier() for name in names)
+    if not is_names or len(set(names)) < len(names):
+        raise refused(
+            f'Needs.carried names the numbers of a slot, each once, such as carried=("last", "longest"); got {names!r}.',
+            carried="wrong_type",
+        )
 
 
 class Needing(Protocol):
@@ -33,8 +52,8 @@ class Needs:
     Attributes:
       window: how many of the last queries the score reads (`CacheView.query`).
       mass: whether it reads the attention mass of each slot (`CacheView.mass`).
-      carried: whether it carries a number of each slot from one compaction to the next. It reads the last compaction's as
-        `CacheView.carried`, and returns a pair: the score, and the numbers to carry.
+      carried: the names of numbers that each slot carries from one compaction to the next. The score reads the last
+        compaction's as `CacheView.carried["name"]`, and returns a pair: the score, and a dict of the numbers to carry.
       similarity: whether it reads the similarity of sentences (`CacheView.similarity`), which the policy's `sentences` finds.
       compares_keys: whether it compares each key with each other. Nothing is kept for it, but `jkv.plan` counts the time.
       bounds: whether the engine keeps the smallest and largest key of each page.
@@ -59,7 +78,7 @@ class Needs:
 
     window: int = 0
     mass: bool = False
-    carried: bool = False
+    carried: tuple[str, ...] = ()
     similarity: bool = False
     compares_keys: bool = False
     bounds: bool = False
@@ -77,12 +96,16 @@ class Needs:
     def __post_init__(self) -> None:
         if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 0:
             raise refused(f"Needs.window is a number of queries, at least 0; got {self.window!r}.", window="wrong_type")
+        check_carried(self.carried)
         check_known(IN_STEP, in_step=self.in_step)
 
     def __or__(self, other: "Needs") -> "Needs":
-        """The needs of both. `in_step` and `keeps_window` describe one score, so a union drops them."""
+        """The needs of both. `in_step` and `keeps_window` describe one score, so a union drops them.
+
+        Of numbers that slots carry, a union has those of the policy with more of them: a row has one policy at a time.
+        """
         names = [field.name for field in dataclasses.fields(self) if field.name not in OF_ONE_SCORE]
-        return Needs(**{name: max(getattr(self, name), getattr(other, name)) for name in names})
+        return Needs(**{name: max(getattr(self, name), getattr(other, name), key=amount) for name in names})
 
     def __repr__(self) -> str:
         fields = [(field.name, getattr(self, field.name), field.default) for field in dataclasses.fields(self)]
@@ -99,6 +122,11 @@ class Needs:
         return union
 
     @property
+    def carried_slots(self) -> dict[str, str]:
+        """The name in `Pool.slot_data` of each number that slots carry; rows of other policies use the same arrays."""
+        return {name: f"carried {i}" for i, name in enumerate(self.carried)}
+
+    @property
     def has_events(self) -> bool:
         """Whether a decode step makes decisions that a trace must record."""
         return self.mass or self.bounds or self.steering
@@ -110,7 +138,7 @@ class Needs:
           ValueError: what is missing, and how to get it.
         """
         kept, wanted = vars(self), vars(needs)
-        missing = [field for field in wanted if field not in NOT_KEPT and wanted[field] > kept[field]]
+        missing = [field for field in wanted if field not in NOT_KEPT and amount(wanted[field]) > amount(kept[field])]
         if missing:
             asked, built = (", ".join(f"{field}={values[field]}" for field in missing) for values in (wanted, kept))
             rule = (

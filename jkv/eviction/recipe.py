@@ -175,7 +175,7 @@ def chain(*policies: Any) -> Policy:
     for policy in policies:
         for field in dataclasses.fields(Policy):
             value = getattr(policy, field.name)
-            if field.name == "name" or not field.init or value == field.default:
+            if field.name in ("name", "source") or not field.init or value == field.default:
                 continue
             if field.name in fields:
                 rule = f"chain takes one policy for each part; two have {field.name!r}: {policies!r}."

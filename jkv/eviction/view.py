@@ -12,6 +12,7 @@ from jkv.cache.pool import EMPTY
 from jkv.errors import refused
 from jkv.eviction.needs import Needs
 from jkv.model.rotary import Rope
+from jkv.resuming import digest_of_code
 
 OPTIONAL = (
     "query",
@@ -24,8 +25,9 @@ OPTIONAL = (
     "gate",
 )  # fields that a score must declare
 
-# The scores, or with `Needs.carried` a pair: the scores, and a number of each slot that the next compaction sees if it is kept.
-Scored = Float[Array, "B K S"] | tuple[Float[Array, "B K S"], Float[Array, "B K S"]]
+Numbers = dict[str, Float[Array, "B K S"]]  # of each slot, by name
+# The scores, or with `Needs.carried` a pair: the scores, and numbers of each slot that the next compaction sees if it is kept.
+Scored = Float[Array, "B K S"] | tuple[Float[Array, "B K S"], Numbers]
 
 
 class CacheView(NamedTuple):
@@ -43,8 +45,8 @@ class CacheView(NamedTuple):
       query: the last W queries, oldest first; `query[:, :, W - 1]` is the newest token's. In a sequence shorter than W the
         oldest ones are meaningless. None unless `Needs.window` asks for them.
       mass: softmax mass from all queries so far, summed over the query heads of a KV head. None unless `Needs.mass`.
-      carried: what the score returned for the slot at the last compaction, 0 for a slot written since. None unless
-        `Needs.carried`.
+      carried: what the score returned for the slot at the last compaction, by the names of `Needs.carried`; 0 for a slot
+        written since. None without names.
       similarity: cosine between the slot's sentence and a later one that repeats it, 0 if none does
         (`jkv.reasoning.sentences`). None unless `Needs.similarity`.
       layer: index of the layer, one for all batch rows or one for each.
@@ -70,7 +72,7 @@ class CacheView(NamedTuple):
     query: Float[Array, "B N W H"] | None = None
     mass: Float[Array, "B K S"] | None = None
     similarity: Float[Array, "B K S"] | None = None
-    carried: Float[Array, "B K S"] | None = None
+    carried: Numbers | None = None
     layer: int | Int[Array, ""] | Int[Array, " B"] | None = None
     budget: Int[Array, "B K"] | None = None
     prompt_length: Int[Array, " B"] | None = None
@@ -128,6 +130,9 @@ class FunctionScore:
     function: Callable[[CacheView], Scored]
     needs: Needs
 
+    def __repr__(self) -> str:
+        return f"FunctionScore({name_of(self)}, code={digest_of_code(self.function)!r}, needs={self.needs!r})"
+
     def __call__(self, view: CacheView) -> Any:
         try:
             return self.function(view)
@@ -153,36 +158,52 @@ def name_of(score: Score) -> str:
     return type(score).__name__
 
 
-def scores_of(score: Score, view: CacheView) -> tuple[Float[Array, "B K S"], Float[Array, "B K S"] | None]:
-    """What a score returns for a view: the scores, and the number that each slot carries on (None unless `Needs.carried`).
+def scores_of(score: Score, view: CacheView) -> tuple[Float[Array, "B K S"], Numbers]:
+    """What a score returns for a view: the scores, and the numbers that each slot carries on, by their names.
 
     Raises:
       ScoreError: it returns something else, of another type or shape.
     """
     name, needs, result = name_of(score), score.needs, score(view)
-    if isinstance(result, tuple) != needs.carried:
+    if isinstance(result, tuple) != bool(needs.carried):
         got = ("a pair" if len(result) == 2 else f"a tuple of {len(result)}") if isinstance(result, tuple) else "one array"
         raise ScoreError(
-            f"{name} must return the score alone, or a pair, (score, carried), if it declares Needs(carried=True); it declares "
-            f"{needs} and returns {got}. Correct either."
+            f"{name} must return the score alone, or a pair, (score, carried), if it declares names of numbers to carry, such "
+            f'as Needs(carried=("last",)); it declares {needs} and returns {got}. Correct either.'
         )
-    parts = result if isinstance(result, tuple) else (result,)
-    if len(parts) != 1 + needs.carried:
-        raise ScoreError(f"{name} must return a pair, (score, carried); got a tuple of {len(parts)}. Return two arrays.")
-    for part in parts:
-        expected, shape, dtype = view.position.shape, getattr(part, "shape", None), getattr(part, "dtype", None)
-        rule = f"{name} must return float32 [B, K, S], a score of each slot, here {expected}"
-        if shape is None or dtype is None:
-            raise ScoreError(f"{rule}; got {type(part).__name__}. Return an array of JAX.")
-        if shape != expected:
-            raise ScoreError(f"{rule}; got the shape {shape}. Give each slot one number.")
-        if dtype == jnp.bool_:
-            raise ScoreError(
-                f"{rule}; got a mask of booleans. Give the slots to keep a higher score: jnp.where(mask, 1.0, 0.0)."
-            )
-        if dtype != jnp.float32:
-            raise ScoreError(f"{rule}; got {dtype}. Compute in float32, as of view.key.astype(jnp.float32).")
-    return parts[0], parts[1] if needs.carried else None
+    parts = result if isinstance(result, tuple) else (result, {})
+    if len(parts) != 2:
+        raise ScoreError(f"{name} must return a pair, (score, carried); got a tuple of {len(parts)}. Return two values.")
+    numbers, carried = parts
+    if not isinstance(carried, dict) or set(carried) != set(needs.carried):
+        got = f"the names {', '.join(map(str, carried))}" if isinstance(carried, dict) else type(carried).__name__
+        wanted = ", ".join(f'"{one}": ...' for one in needs.carried)
+        raise ScoreError(
+            f"{name} must return the numbers to carry by their names, (score, {{{wanted}}}), as its needs declare them; got "
+            f"{got}."
+        )
+    check_numbers_of_slots(f"{name} must return float32 [B, K, S], a score of each slot", numbers, view)
+    for one in needs.carried:
+        check_numbers_of_slots(f'{name} must return float32 [B, K, S] as "{one}", a number of each slot', carried[one], view)
+    return numbers, {one: carried[one] for one in needs.carried}
+
+
+def check_numbers_of_slots(rule: str, numbers: Any, view: CacheView) -> None:
+    """Refuses what is not one float32 number of each slot; `rule` begins the error.
+
+    Raises:
+      ScoreError: no array, or one of another type or shape.
+    """
+    expected, shape, dtype = view.position.shape, getattr(numbers, "shape", None), getattr(numbers, "dtype", None)
+    rule = f"{rule}, here {expected}"
+    if shape is None or dtype is None:
+        raise ScoreError(f"{rule}; got {type(numbers).__name__}. Return an array of JAX.")
+    if shape != expected:
+        raise ScoreError(f"{rule}; got the shape {shape}. Give each slot one number.")
+    if dtype == jnp.bool_:
+        raise ScoreError(f"{rule}; got a mask of booleans. Give the slots to keep a higher score: jnp.where(mask, 1.0, 0.0).")
+    if dtype != jnp.float32:
+        raise ScoreError(f"{rule}; got {dtype}. Compute in float32, as of view.key.astype(jnp.float32).")
 
 
 def check_score(score: object) -> None:

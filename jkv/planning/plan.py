@@ -23,6 +23,7 @@ from jkv.engine.requests import check_prompt_fits, spread_policies
 from jkv.errors import refused
 from jkv.eviction import Policy
 from jkv.eviction.byte_budget import check_sealing_on, in_slots
+from jkv.eviction.policy import check_shape
 from jkv.model.eight_bits import check_format
 from jkv.model.params import Model, ModelConfig, Params, count_weights
 from jkv.model.sampling import Sampling
@@ -150,6 +151,7 @@ def plan(
         page_size = kv_format.page if isinstance(kv_format, SealedFormat) else default_page_size(device.platform)
     check_counts(length=length, prompt=prompt, batch=batch, page_size=page_size, num_devices=num_devices)
     check_lengths(policy, prompt, length, config.max_positions)
+    check_shape(policy, config)
     if not 0 < typed("memory_share", memory_share, float) <= 1:
         raise out_of_range("memory_share", "lie in (0, 1], a share of the device's memory", memory_share)
     check_divides(config, num_devices)

@@ -36,7 +36,7 @@ class Lifetime(NamedTuple):
 
 def lifetime(policy: Policy, prompt: int, new: int, num_layers: int) -> Lifetime:
     """A row's cache over `new` decode steps after its prompt, by the policy's own schedule, without sharing."""
-    filled = np.full(num_layers, prompt)
+    filled = policy.uncut(prompt, num_layers)
     held, sums = np.zeros(num_layers), np.zeros((3, num_layers))
     count = done = 0
 
@@ -45,7 +45,7 @@ def lifetime(policy: Policy, prompt: int, new: int, num_layers: int) -> Lifetime
         after = compacted(policy, filled, prompt, done)
         if (after < filled).any():
             count += times
-            sums = sums + times * np.stack([filled, filled.astype(float) ** 2, after])
+            sums = sums + times * np.stack([of_layers(x) for x in (filled, filled.astype(float) ** 2, after)])
             filled = after
 
     compact(1)
@@ -65,15 +65,20 @@ def lifetime(policy: Policy, prompt: int, new: int, num_layers: int) -> Lifetime
         ):
             repeats = max(1, (new - done - 1) // steps)
         slots_last_cycle = filled
-        read = filled[:, None] + np.arange(1, steps + 1)
+        read = filled[..., None] + np.arange(1, steps + 1)
         if policy.evicts_in_steps:
             read = np.minimum(read, budgets[:, None] + 1)
-        held += repeats * read.sum(axis=1)
+        held += repeats * of_layers(read.sum(axis=-1))
         filled = np.minimum(filled + steps, budgets) if policy.evicts_in_steps else filled + steps
         done += repeats * steps
         if done < new and not policy.evicts_in_steps:
             compact(repeats)
     return Lifetime(held / new, count, *sums)
+
+
+def of_layers(slots: np.ndarray) -> np.ndarray:
+    """Slots of each layer, on average over the KV heads where they have numbers of their own: [L]."""
+    return slots if slots.ndim == 1 else slots.mean(axis=1)
 
 
 @dataclasses.dataclass(frozen=True)

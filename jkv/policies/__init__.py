@@ -1,14 +1,17 @@
-"""The policies that are published here (`jkv.policies.table`), by name. `jkv.eviction` has what they are made of."""
+"""Policies by name: those that are published here (`jkv.policies.table`), and your own (`jkv.policies.own`).
 
-import inspect
+`jkv.eviction` has what they are made of.
+"""
+
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from jkv.checks import check_known, did_you_mean, shown
 from jkv.errors import InputError
 from jkv.eviction.policy import Policy
 from jkv.eviction.recipe import entry_of, recipes_in
 from jkv.policies import table
+from jkv.policies.own import fields_of, is_own, own_recipe, recipe_from, takes_any
 from jkv.policies.table import *  # noqa: F403 -- the recipes
 
 # The full cache comes first: every other policy is compared with it.
@@ -17,24 +20,64 @@ POLICIES: dict[str, Callable[..., Policy]] = {"full": table.full} | recipes_in(v
 __all__ = ["POLICIES", "make", "published", *POLICIES]
 
 
-def has_setting(name: str, setting: str) -> bool:
+Recipe: TypeAlias = str | Policy | Callable[..., Policy]  # a name, or what it may name
+
+
+def is_known(recipe: Recipe) -> bool:
+    """Whether a name is of a policy that is published here, or has the form of a name of your own; True for a policy itself."""
+    return not isinstance(recipe, str) or recipe in POLICIES or is_own(recipe)
+
+
+def recipe_of(recipe: Recipe) -> Callable[..., Policy]:
+    """The function that builds a policy from its settings, by its name; of a policy itself, one without settings.
+
+    Raises:
+      ValueError: an unknown name; the known ones are listed.
+    """
+    if isinstance(recipe, Policy):
+        return lambda: recipe
+    if not isinstance(recipe, str):
+        return recipe if "entry" in vars(recipe) else recipe_from(recipe, name_of(recipe), name_of(recipe))
+    if is_own(recipe):
+        return own_recipe(recipe)
+    check_known(POLICIES, policy=recipe)
+    return POLICIES[recipe]
+
+
+def name_of(recipe: Recipe) -> str:
+    """The name of a policy, of a function that makes policies, or the name itself."""
+    return recipe if isinstance(recipe, str) else str(getattr(recipe, "name", getattr(recipe, "__name__", repr(recipe))))
+
+
+def has_setting(recipe: Recipe, setting: str) -> bool:
     """Whether a policy has a setting; True for an unknown name, so that `make` refuses it."""
-    return name not in POLICIES or setting in inspect.signature(POLICIES[name]).parameters
+    return not is_known(recipe) or setting in fields_of(recipe_of(recipe))
 
 
-def has_budget(name: str) -> bool:
+def has_budget(recipe: Recipe) -> bool:
     """Whether a policy takes a budget; True for an unknown name."""
-    return has_setting(name, "budget")
+    return has_setting(recipe, "budget")
+
+
+def accepts(recipe: Recipe, setting: str) -> bool:
+    """Whether a setting may be given to a policy; False for an unknown name."""
+    if not is_known(recipe):
+        return False
+    build = recipe_of(recipe)
+    return setting in fields_of(build) or takes_any(build) or (setting == "published" and "entry" in vars(build))
 
 
 def needs_no_file(name: str) -> bool:
     """Whether a policy needs no setting but a budget."""
-    fields = inspect.signature(POLICIES[name]).parameters.values()
+    fields = fields_of(POLICIES[name]).values()
     return all(field.name == "budget" or field.default is not field.empty for field in fields)
 
 
-def make(name: str, settings: Mapping[str, Any]) -> Policy:
+def make(recipe: Recipe, settings: Mapping[str, Any]) -> Policy:
     """The policy with a name and settings, as a user types them; `published=True` is the same as `published(name)`.
+
+    The name is one of `jkv.POLICIES`, or `module:name` of your own. What it names may stand in its place: a policy, or a
+    function that returns one.
 
     Raises:
       ValueError: an unknown name or setting, a missing setting, or one of the wrong type; the known ones are listed.
@@ -42,13 +85,13 @@ def make(name: str, settings: Mapping[str, Any]) -> Policy:
     >>> make("streaming_llm", {"budget": 64}).budget
     64
     """
-    check_known(POLICIES, policy=name)
-    if "published" in settings:
+    name, build = name_of(recipe), recipe_of(recipe)
+    if "published" in settings and "entry" in vars(build):
         own = {field: value for field, value in settings.items() if field != "published"}
-        settings = (entry_of(POLICIES[name]).published if settings["published"] else {}) | own
-    fields = inspect.signature(POLICIES[name]).parameters
+        settings = (entry_of(build).published if settings["published"] else {}) | own
+    fields = fields_of(build)
     about: dict[str, Any] = {"name": name, "known": ", ".join(fields)}
-    for field in settings:
+    for field in () if takes_any(build) else settings:
         if not fields:
             rule = "{name} has no settings; got {field}. Name a policy that has, such as r_kv."
             raise InputError(rule, field=field, code="unknown_name", **about)
@@ -58,7 +101,7 @@ def make(name: str, settings: Mapping[str, Any]) -> Policy:
     for field, parameter in fields.items():
         if parameter.default is parameter.empty and field not in settings:
             raise InputError("{name} needs {field}=; its settings are: {known}.", field=field, code="missing", **about)
-    return POLICIES[name](**settings)
+    return build(**settings)
 
 
 def published(name: str, **settings: Any) -> Policy:

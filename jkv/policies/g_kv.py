@@ -13,7 +13,7 @@ from jkv.eviction.policy import Policy
 from jkv.eviction.recipe import recipe
 from jkv.eviction.schedules import Every
 from jkv.eviction.scores import attention, is_query, less, sinks_by_group
-from jkv.eviction.view import CacheView
+from jkv.eviction.view import CacheView, Numbers
 from jkv.policies.r_kv import redundancy_of
 
 
@@ -34,9 +34,9 @@ class RememberedImportance:
     @property
     def needs(self) -> Needs:
         """The last queries, the importance at the last compaction, and the time of comparing keys."""
-        return Needs(window=self.window, carried=True, compares_keys=True)
+        return Needs(window=self.window, carried=("importance",), compares_keys=True)
 
-    def __call__(self, view: CacheView) -> tuple[Float[Array, "B K S"], Float[Array, "B K S"]]:
+    def __call__(self, view: CacheView) -> tuple[Float[Array, "B K S"], Numbers]:
         assert view.carried is not None
         is_past = view.is_filled & (view.age >= self.window)
 
@@ -45,9 +45,9 @@ class RememberedImportance:
             return x / jnp.maximum(x.max(axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
 
         importance = of_largest(largest_attention(view, self.window))
-        importance = jnp.where(is_past, jnp.maximum(importance, self.decay * view.carried), 0.0)
+        importance = jnp.where(is_past, jnp.maximum(importance, self.decay * view.carried["importance"]), 0.0)
         redundancy = of_largest(redundancy_of(view, self.similarity))
-        return less(self.importance * importance, (1 - self.importance) * redundancy), importance
+        return less(self.importance * importance, (1 - self.importance) * redundancy), {"importance": importance}
 
 
 def largest_attention(view: CacheView, window: int) -> Float[Array, "B K S"]:
@@ -114,7 +114,7 @@ def g_kv(
       ValueError: a setting out of its range, or a budget smaller than the window.
 
     >>> g_kv(budget=256).needs.carried
-    True
+    ('importance',)
     """
     score = RememberedImportance(window, decay, importance, similarity)
     evict = Evict(score, **protection(window, sinks, recent, protect_prompt))

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jkv.checks import check_counts, check_known, check_least, out_of_range, typed
-from jkv.policies import POLICIES
+from jkv.policies import POLICIES, recipe_of
 
 
 def setting(default: Any, help: str) -> Any:
@@ -24,6 +24,7 @@ class ServerOptions:
     name: str = setting("", "the model's name for clients; default: its own")
     policy: str = setting("full", "of requests that name none; see `jkv policies`")
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict, metadata={"help": "of that policy"})
+    own: tuple[str, ...] = setting((), "policies of your own, as module:name, that requests may name beside the known ones")
     allowed: tuple[str, ...] = setting((), "policies that requests may name; default: all. The server's own always may")
     parse_special: bool = setting(False, "whether messages may make control tokens (`jkv.RequestOptions`)")
     api_key: str | None = setting(None, "what clients send as a bearer key; None asks for none")
@@ -38,8 +39,10 @@ class ServerOptions:
     send_seconds: float = setting(60.0, "seconds in which a client must take what a stream sends, or is dropped")
 
     def __post_init__(self) -> None:
+        for name in typed("own", self.own, tuple):
+            recipe_of(name)
         for name in typed("allowed", self.allowed, tuple):
-            check_known(POLICIES, allowed=name)
+            check_known((*POLICIES, self.policy, *self.own), allowed=name)
         typed("parse_special", self.parse_special, bool)
         check_counts(max_body=self.max_body)
         for name in ("max_waiting", "max_conversations"):

@@ -15,6 +15,7 @@ from jkv.eviction import Policy
 from jkv.model.params import Model
 from jkv.model.sampling import SAMPLING_FIELDS, Sampling
 from jkv.policies import POLICIES, make
+from jkv.policies.own import is_own
 from jkv.serving.errors import NAMES
 from jkv.serving.options import ServerOptions
 
@@ -459,9 +460,9 @@ def policy_of(fields: Fields, options: ServerOptions) -> Policy:
         if isinstance(value, list | dict):
             check_length(name, value, 64, "values")
     if fields.policy is not None:
-        if options.allowed and fields.policy not in (options.policy, *options.allowed):
+        known = dict.fromkeys((options.policy, *(options.allowed or (*POLICIES, *options.own))))
+        if (options.allowed or is_own(fields.policy)) and fields.policy not in known:  # a client's name imports nothing
             rule = "{field} must be one of {known} on this server; got {got}."
-            known = ", ".join(dict.fromkeys([options.policy, *options.allowed]))
-            raise InputError(rule, field="policy", code="unsupported", known=known, got=shown(fields.policy))
+            raise InputError(rule, field="policy", code="unsupported", known=", ".join(known), got=shown(fields.policy))
         return make(fields.policy, fields.settings)
     return make(options.policy, {**options.settings, **fields.settings})

@@ -126,10 +126,8 @@ def memory_of_redundancy(params: Params, batch: int, budget: int, interval: int,
     temporary = {}
     for slots in (2560, 5120, 10240):
         state = jax.eval_shape(functools.partial(new_state, params, policy, batch, slots, page_size))
-        row, per_layer = leaf((1,), jnp.int32), leaf((config.num_layers, 1), jnp.int32)
-        traced = programs.compact.trace(
-            state, row, per_layer, row, leaf((2, 1), jnp.int32), evict=evict.static, is_traced=False
-        )
+        row, budgets = leaf((1,), jnp.int32), leaf((config.num_layers, 1, config.num_kv_heads), jnp.int32)
+        traced = programs.compact.trace(state, row, budgets, row, leaf((2, 1), jnp.int32), evict=evict.static, is_traced=False)
         temporary[slots] = traced.lower().compile().memory_analysis().temp_size_in_bytes
     return {"temporary_bytes": temporary}
 

@@ -131,7 +131,8 @@ def bookkeeping(state: State) -> State:
 @functools.partial(jax.jit, static_argnames="evict")
 def scores(state: State, evict: Evict) -> Float[Array, "L B K S"]:
     """The scores that compactions of all rows rank slots by, row after row."""
-    budget = jnp.zeros((state.cache.pool.page_table.shape[0], 1), jnp.int32)
+    num_layers, _, num_heads, _ = state.cache.pool.page_table.shape
+    budget = jnp.zeros((num_layers, 1, num_heads), jnp.int32)
 
     def rate(row: Array) -> Array:
         return evict.rate(view_of_rows(state.cache, row[None], evict, budget, jnp.zeros(1, jnp.int32)))
@@ -143,7 +144,10 @@ def scores(state: State, evict: Evict) -> Float[Array, "L B K S"]:
 def compact(state: State, policy: Policy, batch: int, num_layers: int) -> State:
     """Scoring and compaction of all rows, as the engine dispatches them."""
     evict: Any = policy.evict
-    budget, nothing = np.full((num_layers, 1), policy.budget or 0, np.int32), np.zeros(1, np.int32)
+    budget, nothing = (
+        np.full((num_layers, 1, state.cache.pool.page_table.shape[2]), policy.budget or 0, np.int32),
+        np.zeros(1, np.int32),
+    )
     protected = np.asarray([[evict.sinks], [evict.recent]], np.int32)
     for i in range(batch):
         row = np.full(1, i, np.int32)

@@ -110,7 +110,7 @@ def test_compaction_keeps_what_it_keeps_of_a_pool_with_the_same_numbers(model, n
     after = []
     for kv in (pool.kv, dequantise(pool.kv)):
         before = jax.tree.map(jnp.copy, state._replace(cache=Cache(pool.replace(kv=kv), ring)))
-        budget = jnp.full((config.num_layers, 1), 24, jnp.int32)
+        budget = jnp.full((config.num_layers, 1, config.num_kv_heads), 24, jnp.int32)
         done, *_ = programs.compact(before, row, budget, row, jnp.zeros((2, 1), jnp.int32), evict, False, facts=facts)
         after.append([np.asarray(x[0]) for x in pages.gather(done.cache.pool, 0, row)])
     assert (after[0][2] >= 0).sum() == 24 * config.num_kv_heads

@@ -112,6 +112,23 @@ def test_the_line_gives_the_chosen_policy(reasoner, fake_decode):
     assert found._repr_html_().startswith("<pre")
 
 
+def test_a_policy_of_ones_own_is_ranked_and_its_line_names_it(reasoner, fake_decode, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "import jkv\n\n\ndef mine(budget, interval=64):\n    return jkv.lag_kv(budget, interval)\n"
+    )
+    name = f"{tmp_path / 'own.py'}:mine"
+    found = choose(reasoner, LONG, policies=[name, jkv.lag_kv], budgets=[48], count=3, length=128)
+    assert {(row.name, repr(row.policy)) for row in found.rows} == {
+        (name, "own.mine(budget=48, interval=16)"),
+        ("lag_kv", "lag_kv(budget=48, interval=16)"),
+        (BASELINE, "random(budget=48, interval=16)"),
+    }
+    line = dataclasses.replace(found, rows=[row for row in found.rows if row.name == name]).line
+    assert line == "jkv.generate(model, prompts, policy=own.mine(budget=48, interval=16))"
+    with pytest.raises(jkv.InputError, match="must free memory by a budget that choose sets; lag_kv does not"):
+        choose(reasoner, LONG, policies=[jkv.lag_kv(48)], budgets=[48], count=3, length=128)
+
+
 def test_each_policy_decodes_all_texts_at_all_budgets_once(reasoner, fake_decode):
     choose(reasoner, LONG, policies=["lag_kv", "r_kv"], budgets=[96, 48], count=3, length=128)
     assert fake_decode == [("full", 3), ("lag_kv", 6), ("r_kv", 6), (BASELINE, 6)]

@@ -1,5 +1,6 @@
 """`jkv eval`: the figures, counted by hand on a model and problems small enough; files that open; and bad input."""
 
+import csv
 import dataclasses
 import importlib.machinery
 import importlib.util
@@ -76,6 +77,10 @@ def test_table_json_and_picture_are_written(outcomes, tmp_path):
     lines = table.read_text().splitlines()
     assert len(lines) == 2 + len(outcomes)
     assert len({line.count("|") for line in lines}) == 1
+    records = list(csv.DictReader((tmp_path / "tiny.csv").open()))
+    assert [(record["policy"], float(record["accuracy"])) for record in records] == [
+        (one.policy, one.accuracy) for one in outcomes
+    ]
     recorded = json.loads(figures.read_text())
     assert [outcome["accuracy"] for outcome in recorded["outcomes"]] == [outcome.accuracy for outcome in outcomes]
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
@@ -133,10 +138,45 @@ def test_without_matplotlib_everything_but_the_picture_is_written(ready_runs, mo
     assert {file.name for file in tmp_path.iterdir() if not file.name.startswith(".")} == {
         "tiny-reasoner.md",
         "tiny-reasoner.json",
+        "tiny-reasoner.csv",
     }
     assert 'no picture is drawn, as matplotlib is not installed. For one, run: pip install "jkv-cache[eval]"' in (
         capsys.readouterr().err
     )
+
+
+OWN = "import jkv\n\n\ndef mine(budget, interval=16, sinks=0):\n    return jkv.streaming_llm(budget, sinks=sinks + 1)\n"
+
+
+def test_a_policy_of_ones_own_runs_by_its_name_and_again_when_its_file_changes(ready_runs, tmp_path):
+    file, config = tmp_path / "own.py", tmp_path / "some.toml"
+    file.write_text(OWN)
+    config.write_text(
+        f'policies = ["{file}:mine", "other"]\nbudgets = [48]\n[settings.other]\npolicy = "{file}:mine"\nsinks = 1\n'
+    )
+    few = ["--problems", "2", "--max-new-tokens", "16", "--config", str(config), "--out", str(tmp_path / "out")]
+    assert cli.main(["eval", *few, "--protection", "sinks=3"]) == 0
+    assert [(policy.name, policy.evict.sinks) for policy in ready_runs[1:]] == [(f"{file}:mine", 4), ("other", 2)]
+    ready_runs.clear()
+    assert cli.main(["eval", *few, "--protection", "sinks=3", "--resume"]) == 0
+    assert ready_runs == []
+    file.write_text(OWN + "# changed\n")
+    assert cli.main(["eval", *few, "--protection", "sinks=3", "--resume"]) == 0
+    assert [policy.name for policy in ready_runs] == [f"{file}:mine", "other"]
+
+
+def test_policies_and_functions_run_as_they_are(reasoner, problems, ready_runs):
+    own = dataclasses.replace(streaming_llm(32), name="own")
+    settings = {"varied": {"policy": streaming_llm, "sinks": 2}}
+    knobs = {"max_new_tokens": 16, "progress": False}
+    outcomes = bench.compare(reasoner, problems[:2], [own, r_kv, "varied"], [24, 48], settings, **knobs)
+    expected = [("full", None), ("own", 32), ("r_kv", 24), ("r_kv", 48), ("varied", 24), ("varied", 48)]
+    assert [(one.policy, one.budget) for one in outcomes] == expected
+    assert ready_runs[1] == own
+    assert ready_runs[2] == r_kv(24)
+    assert ready_runs[5].evict.sinks == 2
+    with pytest.raises(ValueError, match="own is taken"):
+        bench.compare(reasoner, problems[:2], [own, own], [24], **knobs)
 
 
 def test_a_setting_on_the_command_line_goes_to_every_policy_that_has_it(ready_runs, tmp_path):
@@ -247,7 +287,7 @@ def test_the_command_takes_problems_of_ones_own(tmp_path, capsys):
     arguments = ["--file", str(file), "--policies", "full,streaming_llm", "--budgets", "32", "--max-new-tokens", "48"]
     assert cli.main(["eval", *arguments, "--out", str(tmp_path / "out")]) == 0
     assert capsys.readouterr().out.count("\n") == 4
-    names = {f"tiny-reasoner{ending}" for ending in (".md", ".json", ".png", "-generations")}
+    names = {f"tiny-reasoner{ending}" for ending in (".md", ".json", ".csv", ".png", "-generations")}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
     assert streaming_llm(budget=32).name in (tmp_path / "out" / "tiny-reasoner.md").read_text()
 

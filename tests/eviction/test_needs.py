@@ -104,7 +104,7 @@ def test_the_needs_of_a_policy_are_those_of_its_parts_together():
         jkv.full(): Needs(),
         jkv.snap_kv(64, window=5): Needs(window=5),
         jkv.r_kv(64): Needs(window=8, compares_keys=True),
-        jkv.g_kv(64): Needs(window=16, carried=True, compares_keys=True),
+        jkv.g_kv(64): Needs(window=16, carried=("importance",), compares_keys=True),
         jkv.h2o(64): Needs(mass=True),
         jkv.h2o(64, interval=8): Needs(mass=True),
         jkv.tova(64): Needs(window=1, mass=True),
@@ -122,7 +122,7 @@ def test_the_needs_of_a_policy_are_those_of_its_parts_together():
     }
     for policy, needs in expected.items():
         assert policy.needs == needs, policy
-    assert Needs.of(expected) == Needs(64, *[True] * 13)
+    assert Needs.of(expected) == Needs(64, True, ("importance",), *[True] * 11)
     assert Needs.of([]) == Needs()
 
 

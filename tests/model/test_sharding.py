@@ -176,7 +176,7 @@ def assert_fits(hint, value, name, seen):
 
 
 def make_state():
-    needs = Needs(window=SIZES["W"], mass=True, carried=True, gate=True, bounds=True, sharing=True)
+    needs = Needs(window=SIZES["W"], mass=True, carried=("one", "two"), gate=True, bounds=True, sharing=True)
     return empty_state(CONFIG, needs, num_rows=SIZES["B"], num_pages=SIZES["P"] - 1, max_pages=SIZES["MP"], page_size=4)
 
 

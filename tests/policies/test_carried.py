@@ -20,10 +20,14 @@ PROMPT, LIMIT, BUDGET, RECENT = list(range(1, 30)), 40, 16, 4
 class Survivals:
     """Keeps the slots that survived most compactions, and of equals the newest."""
 
-    needs = Needs(carried=True)
+    needs = Needs(carried=("halves", "survived"))
 
     def __call__(self, view):
-        return view.carried - 1e-3 * view.age.astype(jnp.float32), view.carried + 1
+        """The second number alone decides; the first is another, so that a mix-up shows."""
+        survived = view.carried["survived"]
+        carried = {"survived": survived + 1, "halves": view.carried["halves"] + 0.5}
+        score = jnp.where(survived == 2 * view.carried["halves"], survived, -survived)
+        return score - 1e-3 * view.age.astype(jnp.float32), carried
 
 
 FIXED = jkv.Policy("fixed", jkv.Evict(Survivals(), recent=RECENT), jkv.Every(BUDGET, 8))
@@ -110,30 +114,64 @@ def test_g_kv_gives_the_same_tokens_after_a_swap():
 
 
 def test_the_numbers_are_counted_in_bytes():
-    """4 bytes for each layer, KV head and slot of a row, in the planner and in the statistics."""
+    """4 bytes for each number, layer, KV head and slot of a row, in the planner and in the statistics.
+
+    Of policies that share an engine, the one with the most numbers counts.
+    """
     policies = [jkv.r_kv(64, window=16), jkv.g_kv(64)]
     plain, carrying = (jkv.plan("r1-qwen-1.5b", device="h100", policy=policy, length=8192).own for policy in policies)
     assert carrying.row_bytes - plain.row_bytes == 4 * 28 * 2 * carrying.max_slots
-    engines = [Engine(tiny_model(), max_running=3, max_slots=96, num_pages=100, policies=[policy]) for policy in policies]
-    plain, carrying = (engine.runner.meter.row_bytes for engine in engines)
-    assert carrying - plain == 4 * 3 * TINY.num_layers * TINY.num_kv_heads * 96
+    sets = [[policies[0]], [policies[1]], [policies[1], FIXED], [FIXED, policies[1]]]
+    engines = [Engine(tiny_model(), max_running=3, max_slots=96, num_pages=100, policies=each) for each in sets]
+    plain, *carrying = (engine.runner.meter.row_bytes for engine in engines)
+    of_one = 4 * 3 * TINY.num_layers * TINY.num_kv_heads * 96
+    assert [each - plain for each in carrying] == [of_one, 2 * of_one, 2 * of_one]
+
+
+ONE = Needs(carried=("last",))
 
 
 @pytest.mark.parametrize(
     ("score", "needs", "words"),
     [
-        (lambda view: view.carried, Needs(carried=True), r"pair.*Needs\(carried=True\) and returns one array"),
+        (lambda view: view.carried["last"], ONE, r"pair.*Needs\(carried=\('last',\)\) and returns one array"),
         (lambda view: (view.key[..., 0],) * 2, Needs(), r"pair.*declares Needs\(\) and returns a pair"),
-        (lambda view: (view.carried, 1.0), Needs(carried=True), r"must return float32 \[B, K, S\].*got float"),
+        (lambda view: (view.key[..., 0],) * 3, ONE, r"must return a pair.*tuple of 3"),
+        (
+            lambda view: (view.key[..., 0],) * 2,
+            ONE,
+            r'numbers to carry by their names, \(score, \{"last": ...\}\).*got \w*Array',
+        ),
+        (lambda view: (view.key[..., 0], {"first": view.key[..., 0]}), ONE, "got the names first"),
+        (lambda view: (view.key[..., 0], {"last": 1.0}), ONE, r'float32 \[B, K, S\] as "last".*got float'),
+        (lambda view: (view.key[..., 0], {"last": view.position}), ONE, r'as "last".*got int32'),
+        (lambda view: (view.key[..., 0], {"last": view.key[..., :1]}), ONE, r'as "last".*got the shape'),
     ],
-    ids=["one of two", "two of one", "no array"],
+    ids=["one of two", "two of one", "three", "unnamed", "another name", "no array", "integers", "another shape"],
 )
 def test_a_score_that_does_not_keep_to_what_it_declares_is_refused(score, needs, words):
     policy = jkv.evict_by(score, budget=BUDGET, needs=needs)
     with pytest.raises(ValueError, match=words):
-        policy.select(random_view(np.random.default_rng(0)))
+        policy.select(random_view(np.random.default_rng(0), carried_names=needs.carried))
+
+
+@pytest.mark.parametrize("names", [True, "last", ["last"], ("a", "a"), ("not a name",), (1,)], ids=repr)
+def test_numbers_to_carry_have_names(names):
+    with pytest.raises(jkv.InputError, match=r'each once, such as carried=\("last", "longest"\); got'):
+        Needs(carried=names)
 
 
 def test_a_view_without_the_numbers_is_refused():
+    view = random_view(np.random.default_rng(0), carried_names=("halves",))
     with pytest.raises(ValueError, match=r"the view has none. Pass CacheView\(carried=\)"):
-        FIXED.select(random_view(np.random.default_rng(0))._replace(carried=None))
+        FIXED.select(view._replace(carried=None))
+    with pytest.raises(ValueError, match="the view's carried= has no survived"):
+        FIXED.select(view)
+
+
+def test_an_engine_that_keeps_fewer_numbers_refuses_the_policy():
+    engine = Engine(tiny_model(), max_running=1, max_slots=96, num_pages=100, policies=[jkv.g_kv(64)])
+    with pytest.raises(
+        ValueError, match=r"needs carried=\('halves', 'survived'\); this engine was built with carried=\('importance',\)"
+    ):
+        engine.submit(PROMPT, FIXED, max_new_tokens=4)

@@ -117,7 +117,7 @@ def assert_counts(policy, view, slots):
 @pytest.mark.parametrize("name", EVICTING)
 def test_a_views_budget_overrides_the_policys(name):
     policy = build(name)
-    view = random_view(np.random.default_rng(3))
+    view = random_view(np.random.default_rng(3), carried_names=policy.needs.carried)
     budget = jnp.asarray([[9, 24], [12, 30]], jnp.int32)
     view = view._replace(budget=budget)
     select = jax.jit(policy.select)
@@ -131,7 +131,7 @@ def test_a_views_budget_overrides_the_policys(name):
 def test_sets_shared_by_scope_are_the_same_for_every_head(name):
     policy = build(name)
     policy = dataclasses.replace(policy, evict=dataclasses.replace(policy.evict, scope="layer"))
-    view = random_view(np.random.default_rng(4), budget=24)
+    view = random_view(np.random.default_rng(4), budget=24, carried_names=policy.needs.carried)
     view = view._replace(position=jnp.broadcast_to(view.position[:, :1], view.position.shape))
     slots = np.asarray(jax.jit(policy.select)(view))
     np.testing.assert_array_equal(slots[:, 0], slots[:, 1])
@@ -248,7 +248,7 @@ def compact_together(self, due):
     self.state, dropped, *_ = self.programs.compact(
         self.state,
         np.asarray([*due, *padding], np.int32),
-        budget.astype(np.int32),
+        np.repeat(budget.astype(np.int32)[..., None], self.capacity.num_kv_heads, axis=-1),
         np.asarray([*(len(sample.request.prompt) for sample in samples), *zeros], np.int32),
         np.tile(np.asarray([[evict.sinks], [evict.recent]], np.int32), len(due) + len(padding)),
         evict=evict.static,

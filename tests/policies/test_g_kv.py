@@ -99,7 +99,7 @@ class Cache:
         """Compacts a row, here and there."""
         evict = self.policy.evict
         limits = jnp.asarray([[evict.sinks], [evict.recent]], jnp.int32)
-        budget, prompt = jnp.full((LAYERS, 1), BUDGET, jnp.int32), jnp.zeros(1, jnp.int32)
+        budget, prompt = jnp.full((LAYERS, 1, HEADS), BUDGET, jnp.int32), jnp.zeros(1, jnp.int32)
         rows = jnp.asarray([row], jnp.int32)
         self.state, *_ = programs.compact(self.state, rows, budget, prompt, limits, evict.static, False)
         for layer, head in np.ndindex(LAYERS, HEADS):
@@ -110,7 +110,7 @@ class Cache:
         """Both hold the same tokens, which remember the same."""
         pool = self.state.cache.pool
         position = np.stack([pages.positions(pool, layer, jnp.arange(ROWS)) for layer in range(LAYERS)])
-        carried = np.asarray(pool.slot_data["carried"])
+        carried = np.asarray(pool.slot_data["carried 0"])
         for at, tokens in self.tokens.items():
             assert position[at][position[at] >= 0].tolist() == [token.position for token in tokens]
             np.testing.assert_allclose(carried[at][: len(tokens)], [token.remembered for token in tokens], rtol=1e-4, atol=1e-6)
@@ -148,12 +148,14 @@ def test_what_is_kept_depends_on_compactions_long_ago():
 
 @pytest.mark.parametrize("group", [1, 2, 7])
 def test_a_view_with_any_group_is_scored_by_the_rule(group):
-    view = random_view(np.random.default_rng(group), slots=60, group=group)
     policy = jkv.g_kv(BUDGET, window=WINDOW)
+    view = random_view(np.random.default_rng(group), slots=60, group=group, carried_names=policy.needs.carried)
     slots = np.asarray(jax.jit(policy.select)(view))
     limits = Limits(jnp.zeros(2, jnp.int32), jnp.full(2, WINDOW, jnp.int32))
-    key, query, position, carried = (np.asarray(x, np.float64) for x in (view.key, view.query, view.position, view.carried))
-    written = np.asarray(policy.evict.rate_and_carry(view, limits)[1])
+    key, query, position, carried = (
+        np.asarray(x, np.float64) for x in (view.key, view.query, view.position, view.carried["importance"])
+    )
+    written = np.asarray(policy.evict.rate_and_carry(view, limits)[1]["importance"])
     for b, k in np.ndindex(slots.shape[:2]):
         size = int((position[b, k] >= 0).sum())
         tokens = [Token(int(position[b, k, s]), key[b, k, s], carried[b, k, s]) for s in range(size)]

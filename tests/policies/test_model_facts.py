@@ -63,7 +63,7 @@ def test_a_view_of_the_engine_has_the_facts_of_each_layer_and_only_those_declare
     state = empty_state(config, jkv.Needs(window=4), num_rows=3, num_pages=64, max_pages=8, page_size=4)
     token = np.arange(16, dtype=np.int32)[None]
     state, *_ = programs.prefill_chunk(model.params, state, np.asarray([1], np.int32), token, np.asarray([16], np.int32))
-    row, budget = jnp.asarray([1]), jnp.full((2, 1), 8)
+    row, budget = jnp.asarray([1]), jnp.full((2, 1, config.num_kv_heads), 8)
 
     def view_for(policy):
         view_of = functools.partial(view_of_rows, state.cache, row, policy.evict.static, budget, row)
@@ -118,7 +118,9 @@ def test_no_compaction_that_reads_the_model_copies_the_pool(policy):
     shapes = shapes_of(config, dtype=jnp.float32, page_size=16, sharding=sharding, needs=needs)
     row, facts = shapes.leaf(1), facts_for(policy, jkv.Model(shapes.params))
     options = {"evict": policy.evict.static, "is_traced": False, "facts": facts}
-    traced = programs.compact.trace(shapes.state, row, shapes.leaf(2, 1), row, shapes.leaf(2, 1), **options)
+    traced = programs.compact.trace(
+        shapes.state, row, shapes.leaf(2, 1, config.num_kv_heads), row, shapes.leaf(2, 1), **options
+    )
     assert_no_pool_copy(traced.lower().compile(), shapes.state.cache.pool)
 
 

@@ -10,7 +10,7 @@ RANKS = [  # from the ground up: a module may import those of lower ranks, and i
     {"pallas_kernels"},
     {"jkv.errors"},
     {"jkv.checks", "jkv.notebook", "jkv.program_cache", "jkv.text_files"},
-    {"jkv.limits", "jkv.statistics", "jkv.reports", "jkv.resuming"},
+    {"jkv.limits", "jkv.statistics", "jkv.reports", "jkv.resuming", "jkv.tidy"},
     {"jkv.model"},
     {"jkv.checkpoints"},
     {"jkv.cache"},

@@ -14,7 +14,7 @@ from tests.checkpoints.test_gguf_tokenizer import TINY
 from tests.repository.pages import PAGES, ROOT, name_of, wrong_answers
 from tests.support.gguf_models import write_gguf
 
-BLOCK = re.compile(r"^```(sh|toml)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"^```(sh|toml|python)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
 FEWER = {  # what is added to commands that would take minutes; the last value of an option counts
     "analyze --policies": ["--problems", "2"],
     "choose": ["--policies", "streaming_llm", "--count", "2", "--length", "96", "--memory", "100kB"],
@@ -31,13 +31,13 @@ CHAIN = "b=3;c=7;d=b*c;?d"
 
 
 def commands_of(page):
-    """The `jkv` commands of a page's shell blocks, and before each its files: (name, content) of TOML blocks with a name."""
+    """The `jkv` commands of a page's shell blocks, and before each its files: (name, content) of blocks with a name."""
     found = []
     for language, body in BLOCK.findall(page.read_text()):
         if language == "sh":
             lines = body.replace("\\\n", " ").splitlines()
             found += [shlex.split(line, comments=True) for line in lines if line.startswith("jkv ")]
-        elif name := re.match(r"# ([\w-]+\.toml)\n", body):
+        elif name := re.match(r"# ([\w-]+\.(?:toml|py))\n", body):
             found.append((name[1], body))
     return found
 

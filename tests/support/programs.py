@@ -188,7 +188,8 @@ def gate_of(shapes: Shapes) -> Gating | None:
 
 def compact(policy: str, shapes: Shapes) -> Any:
     """Compaction of a row."""
-    row, budget = shapes.leaf(1), shapes.leaf(shapes.params.config.num_layers, 1)
+    config = shapes.params.config
+    row, budget = shapes.leaf(1), shapes.leaf(config.num_layers, 1, config.num_kv_heads)
     protected, evict = shapes.leaf(2, 1), EVICTS[policy].static
     sentences = None
     if evict.needs.similarity:
