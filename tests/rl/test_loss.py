@@ -71,10 +71,10 @@ def test_a_mixed_replay_is_corrected_by_the_replay_of_now_over_what_was_sampled(
 
 def test_before_an_update_the_replays_ratio_is_one_within_replays_tolerance(model, batches):
     _, metrics = policy_loss(model, batches[True])
-    assert float(metrics["difference"]["p99"]) <= 1e-5
-    assert float(metrics["difference"]["max"]) <= 1e-4
+    assert float(metrics["difference/p99"]) <= 1e-5
+    assert float(metrics["difference/max"]) <= 1e-4
     _, dense = policy_loss(model, batches[False])
-    assert float(dense["difference"]["max"]) > 0.1
+    assert float(dense["difference/max"]) > 0.1
 
 
 def test_the_gradient_is_that_of_advantage_times_weight_times_log_probability(model, batches):
