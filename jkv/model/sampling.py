@@ -310,9 +310,15 @@ def is_kept(scaled: Float[Array, "*B V"], rows: SamplingRows) -> Bool[Array, "*B
 
 
 def kept_if(truncates: Bool[Array, ""], scaled: Float[Array, "*B V"], rows: SamplingRows) -> Bool[Array, "*B V"]:
-    """`is_kept`, or all tokens without its work where `truncates` is False."""
-    every = partial(jnp.ones_like, dtype=bool)
-    return jax.lax.cond(truncates, lambda x: is_kept(x, rows), every, jax.lax.stop_gradient(scaled))
+    """`is_kept`, or all tokens without its work where `truncates` is False.
+
+    Row after row, because a program has the memory for both: that of one row is small.
+    """
+
+    def by_row(scaled: Float[Array, "*B V"]) -> Bool[Array, "*B V"]:
+        return jax.lax.map(lambda row: is_kept(*row), (scaled, rows._replace(penalties=None)))
+
+    return jax.lax.cond(truncates, by_row, partial(jnp.ones_like, dtype=bool), jax.lax.stop_gradient(scaled))
 
 
 def whole_masses(probability: Float[Array, "*B V"]) -> UInt32[Array, "*B V"]:

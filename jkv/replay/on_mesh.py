@@ -44,9 +44,7 @@ def num_row_shards(mesh: AnyMesh | None) -> int:
     return 1 if mesh is None else mesh.size // num_parts(mesh)
 
 
-def on_mesh(
-    run: Callable[..., T], mesh: AnyMesh, params: Params, columns: Any, by_row: tuple[Any, ...]
-) -> T:
+def on_mesh(run: Callable[..., T], mesh: AnyMesh, params: Params, columns: Any, by_row: tuple[Any, ...]) -> T:
     """`run(params, columns, *by_row)` on a mesh; `columns` are a `Columns`, and all arrays of `by_row` begin with the rows.
 
     So do the arrays that `run` returns.

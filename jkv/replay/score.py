@@ -316,9 +316,7 @@ def scores_of_rows(
     hidden_nTD, count = hidden_states(params, token, columns, remat), counter_of(params, settings, token, start)
 
     @jax.checkpoint
-    def pick(
-        hidden_nID: Float[Array, "n I D"], target_nI: Int[Array, "n I"], position_nI: Int[Array, "n I"]
-    ) -> TokenScores:
+    def pick(hidden_nID: Float[Array, "n I D"], target_nI: Int[Array, "n I"], position_nI: Int[Array, "n I"]) -> TokenScores:
         log_probs_nIV = log_distributions(params, hidden_nID, settings, count(position_nI))
         own_nI = jnp.take_along_axis(log_probs_nIV, target_nI[..., None], axis=-1)[..., 0]
         return TokenScores(own_nI, entropy_of(log_probs_nIV) if with_entropy else None)

@@ -150,13 +150,14 @@ def parse_clip(clip: float | tuple[float, float]) -> tuple[float, float]:
     fall, rise = (float(one) for one in pair)
     if not (0 < fall < 1 and 0 < rise < math.inf):
         raise refused(
-            f"clip must be how far the ratio may fall, in (0, 1), and rise, above 0, as 0.2 or (0.2, 0.28); got {clip}. Pass the "
-            "distances from 1, not the bounds.",
+            f"clip must be how far the ratio may fall, in (0, 1), and rise, above 0, as 0.2 or (0.2, 0.28); got {clip}. Pass "
+            "the distances from 1, not the bounds.",
             clip="out_of_range",
         )
     if fall > rise:
         warnings.warn(
-            f"clip={clip} lets the ratio fall further than rise. The order is (fall, rise): DAPO's is (0.2, 0.28).", stacklevel=3
+            f"clip={clip} lets the ratio fall further than rise. The order is (fall, rise): DAPO's is (0.2, 0.28).",
+            stacklevel=3,
         )
     return fall, rise
 

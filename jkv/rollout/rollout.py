@@ -16,6 +16,7 @@ from those of a trainer's dense forward pass; `jkv.rl` measures and corrects the
 import dataclasses
 import inspect
 import warnings
+from collections.abc import Mapping
 from typing import Any, Unpack
 
 import numpy as np
@@ -206,17 +207,19 @@ class Rollout(Session):
         with self.callers.alone():
             self.engine.reset()
 
-    def update(self, params: Params) -> None:
+    def update(self, params: Params | Mapping[str, Any]) -> None:
         """Uses new weights from the next step on; nothing compiles, and prompts that the old weights prefilled are dropped.
 
-        The arrays are not copied: they may be the trainer's own, as long as it does not donate them before the next update. On
-        a mesh they must be sharded as by `jkv.shard`.
+        The arrays of `Params` are not copied: they may be the trainer's own, as long as it does not donate them before the next
+        update. On a mesh they must be sharded as by `jkv.shard`. NumPy arrays, Hugging Face state dicts and MaxText's
+        parameters are copied: `jkv.params_from` has the forms.
 
         Raises:
-          ValueError: weights of another structure, configuration, shape, type or sharding, or not finite; the old ones stay.
+          ValueError: weights of another structure, configuration, shape, type or sharding, or not finite; the old ones stay,
+            and samples go on.
         """
         with self.callers.alone():
-            self.engine.update(params.params if isinstance(params, Model) else params)
+            self.engine.update(params)
 
     def sleep(self, forget_weights: bool = False) -> None:
         """Frees the pool for the trainer; pending samples are swapped out to host memory.
