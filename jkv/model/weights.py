@@ -25,8 +25,9 @@ def committed(params: Params, place: Params | None = None) -> Params:
     """
 
     def bind(leaf: jax.Array | np.ndarray, like: Any) -> jax.Array:
-        is_weak = isinstance(leaf, jax.Array) and leaf.weak_type
-        return jax.device_put(leaf.astype(leaf.dtype) if is_weak else leaf, like.sharding)
+        if isinstance(leaf, np.ndarray):
+            return jax.device_put(leaf.copy(), like.sharding)  # a CPU keeps the array itself, into which its owner may write
+        return jax.device_put(leaf.astype(leaf.dtype) if leaf.weak_type else leaf, like.sharding)
 
     return jax.tree.map(bind, params, params if place is None else place)
 
