@@ -191,7 +191,9 @@ def test_a_tree_that_does_not_fit_is_refused_by_name():
     with pytest.raises(jkv.InputError, match=r"model's 2 layers along axis 0; got shape .*Pass scan_axis="):
         params_from(tree, params, scan_axis=0)
     del tree["decoder"]["layers"]["mlp"]["wo"]
-    with pytest.raises(jkv.InputError, match=r"must have decoder\.layers_0\.mlp\.wo\.kernel, decoder\.layers_1.*missing") as error:
+    with pytest.raises(
+        jkv.InputError, match=r"must have decoder\.layers_0\.mlp\.wo\.kernel, decoder\.layers_1.*missing"
+    ) as error:
         params_from(tree, params)
     assert error.value.code == "missing"
     experts = dataclasses.replace(SMALL, family="qwen3_moe", qk_norm=True, num_experts=4, num_active_experts=2)

@@ -310,7 +310,11 @@ def test_weights_of_any_form_are_taken_and_a_refused_one_loses_nothing(model, ot
 @pytest.mark.parametrize(
     ("lengths", "field", "words"),
     [
-        ({"max_new_tokens": 10_000}, "max_new_tokens", "max_new_tokens must be below the model's .* positions.*got 10,000. Lower"),
+        (
+            {"max_new_tokens": 10_000},
+            "max_new_tokens",
+            "max_new_tokens must be below the model's .* positions.*got 10,000. Lower",
+        ),
         ({"max_prompt_tokens": 10_000}, "max_prompt_tokens", "max_prompt_tokens must be below.*got 10,000. Lower it"),
         ({"max_prompt_tokens": 4_000, "max_new_tokens": 97}, "max_new_tokens", r"together; got 4,000 \+ 97. Lower either"),
     ],
