@@ -16,7 +16,7 @@ from jkv.checkpoints.checkpoint_tensors import DTYPES, Part, list_some, stacked_
 from jkv.checkpoints.families import find_family
 from jkv.checkpoints.family import Family, field_of
 from jkv.checkpoints.weight_reading import Kept, kept_as, one_at_a_time, read_leaves
-from jkv.checks import typed
+from jkv.checks import shown, typed
 from jkv.errors import refused
 from jkv.model.joined import separate_weights
 from jkv.model.params import Codes, Model, ModelConfig, Params
@@ -157,8 +157,16 @@ class Source(NamedTuple):
 
 def flat_source(state: Mapping[Any, Any], config: ModelConfig) -> Source:
     """The tensors of a Hugging Face state dict."""
+    nested = [name for name, value in state.items() if isinstance(value, Mapping)]
+    if nested or not all(isinstance(name, str) for name in state):
+        got = f"{shown(nested[0])} with others inside" if nested else "names that are no strings"
+        raise refused(
+            "A mapping of weights must be flat, as a Hugging Face state dict, or MaxText's, with token_embedder and decoder; "
+            f"got {got}. Pass one of these.",
+            weights="unknown_name",
+        )
     for name, tensor in state.items():
-        check_tensor(str(name), tensor)
+        check_tensor(name, tensor)
     family = find_family(config.family)
     held = {own: Held(state[name]) for own, name in text_tensors(state, family, "The state dict").items()}
     family = family.as_stored(held)
@@ -184,8 +192,9 @@ def maxtext_family(config: ModelConfig) -> Family:
             "Hugging Face state dict, which MaxText's to_huggingface makes.",
             weights="unsupported",
         )
-    names = {"tensors": MAXTEXT, "other_tensors": {}, "tensors_beside_experts": {}}
-    return dataclasses.replace(family, **names, layer_prefix="decoder.layers_{}.", untransposed=frozenset(MAXTEXT))
+    return dataclasses.replace(
+        family, tensors=MAXTEXT, other_tensors={}, layer_prefix="decoder.layers_{}.", untransposed=frozenset(MAXTEXT)
+    )
 
 
 def maxtext_source(tree: Mapping[Any, Any], config: ModelConfig, axis: int) -> Source:
@@ -248,6 +257,8 @@ def check_tensor(name: str, tensor: Any) -> None:
     if not (hasattr(tensor, "shape") and hasattr(tensor, "dtype")):
         rule = f"{name} must be a tensor of torch or an array; got {type(tensor).__name__}. Pass the weights alone, unboxed."
         raise refused(rule, **{name: "wrong_type"})
+    if getattr(tensor, "is_meta", False):
+        raise refused(f"{name} must hold numbers; it is on torch's device meta. Load the weights first.", **{name: "invalid"})
     if isinstance(tensor, jax.Array) and (tensor.is_deleted() or not tensor.is_fully_addressable):
         state = "deleted, or donated" if tensor.is_deleted() else "on devices of other processes"
         raise refused(f"{name} must be in this process; it is {state}. Gather the weights first.", **{name: "invalid"})
@@ -258,7 +269,8 @@ def check_source(source: Source, config: ModelConfig) -> None:
     held, family = source.held, source.family
     if missing := [name for name in source.wanted if name not in held]:
         got = f"the {len(held)} that are there begin with {list_some(sorted(held))}" if held else "it is empty"
-        rule = f"The new weights must have {list_some(missing)}; missing, and {got}. Pass all weights of the model."
+        rule = f"The new weights must have {list_some(missing)}; missing, and {got}."
+        rule += " Pass all weights of the model, by the names of its checkpoint."
         raise refused(rule, **{missing[0]: "missing"})
     for name, shape in source.shapes.items():
         if held[name].shape != shape:
@@ -267,7 +279,7 @@ def check_source(source: Source, config: ModelConfig) -> None:
             rule += " It is transposed." if is_turned else " Pass weights of the same model."
             raise refused(rule, **{name: "does_not_fit"})
         if held[name].dtype not in FLOATS:
-            rule = f"{name} must be {', '.join(FLOATS)}; got {held[name].dtype}. Cast it."
+            rule = f"{name} must be one of {', '.join(FLOATS)}; got {held[name].dtype}. Cast it."
             raise refused(rule, **{name: "wrong_type"})
     if surplus := surplus_tensors(source.wanted, held, family, config):
         raise refused(

@@ -89,7 +89,8 @@ def policy_loss(
     fall, rise = parse_clip(clip)
     check_settings(mean, reference, beta, entropy_bonus, denominator)
     scores = scores_of(params, batch, mesh=mesh, remat=remat, with_entropy=True)
-    current = scores.log_prob
+    current, entropy = scores.log_prob, scores.entropy
+    assert entropy is not None
     fixed = jax.lax.stop_gradient(current)
     is_exact = batch.is_replayed and not batch.is_mixed
     if correction is None:
@@ -104,11 +105,11 @@ def policy_loss(
     gain, clipped = ratio * batch.advantage, jnp.clip(ratio, 1 - fall, 1 + rise) * batch.advantage
     loss_NT = -weights * jnp.minimum(gain, clipped)
     if isinstance(entropy_bonus, jax.Array) or entropy_bonus != 0:  # with 0, its gradient is not computed
-        loss_NT = loss_NT - jnp.asarray(entropy_bonus, jnp.float32) * scores.entropy
+        loss_NT = loss_NT - jnp.asarray(entropy_bonus, jnp.float32) * entropy
     metrics: dict[str, Float[Array, ""]] = {
         "clipped": share(clipped < gain, batch.mask),
         "cut": share(~is_there, batch.mask),
-        "entropy": share(jax.lax.stop_gradient(scores.entropy), batch.mask),
+        "entropy": share(jax.lax.stop_gradient(entropy), batch.mask),
         **spread(jnp.abs(log_ratio(fixed, batch.sampled, is_there)), is_there),
     }
     if reference is not None:
@@ -137,12 +138,12 @@ def spread(value: Float[Array, "N T"], mask: Array) -> dict[str, Float[Array, ""
 def parse_clip(clip: float | tuple[float, float]) -> tuple[float, float]:
     """How far the ratio may fall and rise.
 
-    Warns where it may fall further than rise, which is more often a pair in the wrong order.
+    Warns where it may fall further than rise, or very far, which is more often a pair in the wrong order, or of bounds.
 
     >>> parse_clip(0.2)
     (0.2, 0.2)
     """
-    pair = (clip, clip) if isinstance(clip, numbers.Real) else clip
+    pair: Any = (clip, clip) if isinstance(clip, numbers.Real) else clip
     is_pair = isinstance(pair, list | tuple) and len(pair) == 2
     if not is_pair or not all(isinstance(one, numbers.Real) and not isinstance(one, bool) for one in pair):
         rule = "clip must be a number, as 0.2, or a pair of how far the ratio may fall and rise, as (0.2, 0.28)"
@@ -154,9 +155,10 @@ def parse_clip(clip: float | tuple[float, float]) -> tuple[float, float]:
             "the distances from 1, not the bounds.",
             clip="out_of_range",
         )
-    if fall > rise:
+    if fall > rise or (fall > 0.5 and rise > 1):
         warnings.warn(
-            f"clip={clip} lets the ratio fall further than rise. The order is (fall, rise): DAPO's is (0.2, 0.28).",
+            f"clip={clip} lets the ratio fall to {1 - fall:.3g} and rise to {1 + rise:.3g}. Its two numbers are the distances "
+            "from 1, (fall, rise): DAPO's are (0.2, 0.28).",
             stacklevel=3,
         )
     return fall, rise

@@ -8,6 +8,7 @@ takes minutes on a CPU. For a model of your own, replace `make_actor`, `Digits`,
 
 import argparse
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -24,8 +25,6 @@ from jkv.integrations.tunix import JkvGRPOLearner, JkvRollout, params_of
 
 PROMPTS, SAMPLES = 4, 8  # of a step: prompts, and completions of each
 PROMPT_TOKENS, NEW_TOKENS = 6, 24  # at most; tunix puts the token that begins a text before each prompt
-
-
 POLICY = jkv.r_kv(budget=12, interval=8, window=4)  # slots of up to 30 tokens
 
 
@@ -57,10 +56,11 @@ def make_actor() -> nnx.Module:
 
 def count(prompts: Sequence[str], completions: Sequence[str], **_: object) -> list[float]:
     """The reward of each completion."""
-    pairs = [
-        [after == str((int(before) + 1) % 10) for before, after in zip(text, text[1:]) if before != "?"] for text in completions
-    ]
-    return [sum(hits) / NEW_TOKENS for hits in pairs]
+
+    def hits(text: str) -> int:
+        return sum(after == str((int(before) + 1) % 10) for before, after in itertools.pairwise(text) if before != "?")
+
+    return [hits(text) / NEW_TOKENS for text in completions]
 
 
 def prompts(steps: int) -> Iterator[dict[str, np.ndarray]]:

@@ -1,4 +1,4 @@
-"""Weights from another library's memory: Hugging Face state dicts and MaxText's trees, and which of them are refused by name."""
+"""Weights from another library's memory: Hugging Face state dicts and MaxText's trees; the refused are named."""
 
 import dataclasses
 
@@ -166,7 +166,7 @@ REFUSED = {  # what happens to a state dict, and the error: its field, code and 
     "transposed": (replaced("model.layers.0.mlp.up_proj.weight", np.transpose), "model.layers.0.mlp.up_proj.weight",
                    "does_not_fit", r"shape \(48, 32\).*got \(32, 48\). It is transposed"),
     "of another model": (replaced("model.norm.weight", lambda x: x[:-1]), "model.norm.weight", "does_not_fit", "same model"),
-    "int8": (replaced(Q, lambda x: x.astype(np.int8)), Q, "wrong_type", "must be float32, .*got int8. Cast it"),
+    "int8": (replaced(Q, lambda x: x.astype(np.int8)), Q, "wrong_type", "must be one of float32, .*got int8. Cast it"),
     "float64": (replaced(Q, lambda x: x.astype(np.float64)), Q, "wrong_type", "got float64. Cast it"),
     "a list": (replaced(Q, lambda x: x.tolist()), Q, "wrong_type", "must be a tensor of torch or an array; got list"),
     "not finite": (replaced(Q, lambda x: x * np.float32(np.nan)), Q, "out_of_range", "must be finite.*trainer's last step"),
@@ -204,7 +204,7 @@ def test_a_tree_that_does_not_fit_is_refused_by_name():
 def test_a_tied_unembedding_may_be_there_if_it_is_equal():
     params, state = held("llama_tied")
     assert_equal(params_from(state | {"lm_head.weight": state["model.embed_tokens.weight"]}, params), params)
-    with pytest.raises(ValueError, match="lm_head.weight must equal model.embed_tokens.weight"):
+    with pytest.raises(ValueError, match=r"lm_head\.weight must equal model\.embed_tokens\.weight"):
         params_from(state | {"lm_head.weight": 2 * state["model.embed_tokens.weight"]}, params)
 
 
@@ -216,8 +216,14 @@ def test_new_weights_take_the_form_of_those_in_use():
 
 @pytest.mark.parametrize(
     ("weights", "words"),
-    [(None, "got NoneType. Pass model.state_dict"), ([1, 2], "got list"), (random_params(SMALL), "differs in")],
-    ids=["none", "list", "params of another model"],
+    [
+        (None, "got NoneType. Pass model.state_dict"),
+        ([1, 2], "got list"),
+        (random_params(SMALL), "differs in"),
+        ({"params": {"model": {"x": np.ones(3)}}}, "token_embedder and decoder; got 'model' with others inside"),
+        ({1: np.ones(3)}, "names that are no strings"),
+    ],
+    ids=["none", "list", "params of another model", "another tree", "numbers"],
 )
 def test_what_is_no_weights_is_refused(weights, words):
     params, _ = held("qwen3")
