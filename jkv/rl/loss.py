@@ -78,9 +78,9 @@ def policy_loss(
       `clipped`: the share of tokens whose r is beyond the clip on the side that counts.
       `cut`: the share of tokens that top-k, top-p or min-p cuts from the policy or the old one, which are dropped.
       `entropy`: the mean entropy of the policy in nats.
-      `difference/p99`, `difference/max`: the 99th percentile and the maximum of |log p - sampled|, in nats.
+      `difference_p99`, `difference_max`: the 99th percentile and the maximum of |log p - sampled|, in nats.
       `kl`: the mean k3 estimate of the divergence from the reference, in nats; only with a reference.
-      `correction/mean_weight` and so on: the metrics of `jkv.rl.correct`.
+      `correction_mean_weight` and so on: the metrics of `jkv.rl.correct`.
 
     Raises:
       ValueError: an unknown mean or mode, a clip or an entropy bonus out of its range, a beta without a reference, a
@@ -117,7 +117,7 @@ def policy_loss(
         kl_NT = bounded(away) - 1 - away
         loss_NT = loss_NT + beta * kl_NT
         metrics["kl"] = share(kl_NT, batch.mask)
-    metrics |= {f"correction/{name}": value for name, value in correction.metrics.items()}
+    metrics |= {f"correction_{name}": value for name, value in correction.metrics.items()}
     loss, counts = loss_NT, batch.mask
     if mean == "sequences":
         loss, counts = row_means(loss_NT, batch.mask), batch.mask.any(axis=1)
@@ -132,7 +132,7 @@ def spread(value: Float[Array, "N T"], mask: Array) -> dict[str, Float[Array, ""
     """The 99th percentile and the maximum where the mask is True, as metrics."""
     masked = jnp.where(mask, value, jnp.nan)
     p99 = jnp.nanpercentile(masked, 99.0)
-    return {"difference/p99": jnp.where(mask.any(), p99, 0.0), "difference/max": jnp.where(mask, value, 0.0).max()}
+    return {"difference_p99": jnp.where(mask.any(), p99, 0.0), "difference_max": jnp.where(mask, value, 0.0).max()}
 
 
 def parse_clip(clip: float | tuple[float, float]) -> tuple[float, float]:

@@ -67,10 +67,10 @@ def update(
 def beyond(metrics: Mapping[str, Any]) -> str:
     """Which figures of a replay's difference, in nats, are beyond TOLERANCES; empty where it is exact.
 
-    >>> beyond({"difference/p99": 2e-6, "difference/max": 3e-4})
+    >>> beyond({"difference_p99": 2e-6, "difference_max": 3e-4})
     'max is 3e-04 nats, above 1e-04'
     """
-    checked = [(name, float(metrics[f"difference/{name}"]), most) for name, most in TOLERANCES.items()]
+    checked = [(name, float(metrics[f"difference_{name}"]), most) for name, most in TOLERANCES.items()]
     return "; ".join(f"{name} is {value:.0e} nats, above {most:.0e}" for name, value, most in checked if not value <= most)
 
 
@@ -103,9 +103,9 @@ def take_step(course: Course, arm: Arm, seed: int, step: int, rollout: Rollout, 
     record = {
         "reward": float(rewards.mean()),
         "loss": float(metrics["loss"]),
-        "kept": float(metrics["correction/kept"]),
-        "ratio_p99": float(metrics["difference/p99"]),
-        "ratio_max": float(metrics["difference/max"]),
+        "kept": float(metrics["correction_kept"]),
+        "ratio_p99": float(metrics["difference_p99"]),
+        "ratio_max": float(metrics["difference_max"]),
         "tokens": int(out.lengths.sum()),
         "seconds": seconds,
         "peak_kv_bytes": out.stats.peak_kv_bytes,

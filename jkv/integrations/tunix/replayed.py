@@ -78,7 +78,7 @@ def make_loss(shape: ModelConfig, scales: dict[str, float], settings: dict[str, 
         batch, reference = with_rows(batch, reference, -(-len(batch.token) // shards) * shards)
         params = make_params(shape, leaves_of(model), scales)
         value, metrics = policy_loss(params, batch, reference=reference, mesh=mesh, **settings)
-        figures = {f"replay_{name}": metrics[f"difference/{name}"] for name in ("p99", "max")}
+        figures = {f"replay_{name}": metrics[f"difference_{name}"] for name in ("p99", "max")}
         return value, {"kl": metrics.get("kl", jnp.zeros(())), "pg_clipfrac": metrics["clipped"]} | figures
 
     return loss
