@@ -29,6 +29,7 @@ from jkv.analysis.foresee import foresee
 from jkv.analysis.recall import Recall, recall
 from jkv.checkpoints.loading import load
 from jkv.checkpoints.saved_weights import restore, save
+from jkv.checkpoints.state_dicts import params_from
 from jkv.engine.engine import Engine
 from jkv.engine.kept_rows import Transcript
 from jkv.engine.options import EngineOptions
@@ -128,6 +129,7 @@ __all__ = [
     "generate",
     "join_weights",
     "load",
+    "params_from",
     "plan",
     "published",
     "quantise_weights",

@@ -128,7 +128,7 @@ rollout = jkv.Rollout(
 def learn(params, state, batch):
     (_, told), gradient = jax.value_and_grad(jkv.rl.policy_loss, has_aux=True)(params, batch)
     change, state = optimizer.update(gradient, state, params)
-    return optax.apply_updates(params, change), state, told["difference"]["p99"], jkv.rl.log_probs(params, batch.dense())
+    return optax.apply_updates(params, change), state, told["difference_p99"], jkv.rl.log_probs(params, batch.dense())
 
 
 # %%

@@ -118,6 +118,7 @@ GROUPS: Mapping[str, Group] = {
             "jkv.Model",
             "jkv.ModelConfig",
             "jkv.Params",
+            "jkv.params_from",
             "jkv.save",
             "jkv.restore",
             "jkv.weight_shapes",

@@ -10,7 +10,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -360,18 +360,27 @@ def check_tensors(wanted: Mapping[str, list[Part]], stored: Mapping[str, Stored]
         if dtype not in DTYPES and dtype not in (MXFP4, FP8, PACKED):
             rule = f"{file}: {name} must be one of {', '.join(DTYPES)}, got {dtype}. Convert the weights first."
             raise refused(rule, **{name: "unsupported"})
-    redundant = {unembedding} if config.tie_embeddings else set()
-    shares = range(config.num_owners, config.num_layers)  # layers whose own keys and values nothing reads
-    redundant |= {family.tensor_of(f"layers.{i}.{field}") for i in shares for field in ("key", "value", "key_norm")}
-    surplus = [name for name in stored.keys() - wanted.keys() - redundant if not name.endswith("rotary_emb.inv_freq")]
-    surplus = [name for name in surplus if name.rsplit(".", 1)[-1] not in CACHE_SCALES]
-    surplus = [name for name in surplus if not family.is_prediction(name, config.num_layers, stored.keys())]
-    if surplus:
+    if surplus := surplus_tensors(wanted, stored, family, config):
         raise refused(
-            f"{files} must not contain {list_some(sorted(surplus))}: config.json defines no such weights. Use the config.json "
+            f"{files} must not contain {list_some(surplus)}: config.json defines no such weights. Use the config.json "
             "of these weights.",
             file="conflict",
         )
+
+
+def surplus_tensors(wanted: Collection[str], names: Collection[str], family: Family, config: ModelConfig) -> list[str]:
+    """The names that are neither wanted nor known to be of no use."""
+    redundant = {family.tensors["unembedding"]} if config.tie_embeddings else set()
+    shares = range(config.num_owners, config.num_layers)  # layers whose own keys and values nothing reads
+    redundant |= {family.tensor_of(f"layers.{i}.{field}") for i in shares for field in ("key", "value", "key_norm")}
+    others = {*names} - {*wanted} - redundant
+    return sorted(
+        name
+        for name in others
+        if not name.endswith("rotary_emb.inv_freq")
+        and name.rsplit(".", 1)[-1] not in CACHE_SCALES
+        and not family.is_prediction(name, config.num_layers, names)
+    )
 
 
 def list_some(names: list[str]) -> str:

@@ -44,12 +44,12 @@ from jkv.checkpoints.json_files import AGAIN, printable, read_json
 from jkv.checkpoints.packed_tensors import Packing, packing_of, read_packed, with_packed
 from jkv.checks import shown
 from jkv.errors import InputError, refused
-from jkv.model.eight_bits import coded, quantise_weights
-from jkv.model.joined import filled, joins_by_default
+from jkv.model.eight_bits import coded, format_of, quantise_weights
+from jkv.model.joined import filled, is_joined, joins_by_default, separate_weights
 from jkv.model.params import Codes, ModelConfig, Params
 from jkv.model.sharding import check_divides, num_parts, shardings, without_whole_experts
 from jkv.model.weight_shapes import weight_shapes
-from jkv.model.weights import all_finite
+from jkv.model.weights import all_finite, shapes_of
 from pallas_kernels.choice import is_old_gpu
 
 ROWS = 1 << 12  # of two tensors that are compared at once
@@ -107,6 +107,12 @@ class Kept(NamedTuple):
         found = shardings(shapes if self.weight_dtype is None else quantise_weights(shapes, self.weight_dtype), self.mesh)
         check_divides(config, num_parts(self.mesh))
         return found
+
+
+def kept_as(params: Params) -> tuple[Kept, Params]:
+    """How weights are kept, and the shardings of each matrix, for new ones that replace them."""
+    kept = Kept(params.embedding.dtype, format_of(params), joined=is_joined(params))
+    return kept, jax.tree.map(lambda leaf: leaf.sharding, separate_weights(shapes_of(params)))
 
 
 def computes_in_float32() -> bool:
@@ -239,8 +245,9 @@ def read_leaves(
     kept: Kept,
     where: Callable[[str], str],
     places: Params | None,
+    advice: str = AGAIN,
 ) -> Params:
-    """All weights. `wanted` are the tensors, `read` gives a part of one, and `where` has its name in errors."""
+    """All weights. `wanted` are the tensors, `read` gives a part of one, and `where` has its name in errors, with `advice`."""
     origins, (shapes, structure) = origins_of(wanted), jax.tree.flatten(weight_shapes(config))
     targets = [None] * len(shapes) if places is None else jax.tree.leaves(places, is_leaf=lambda x: isinstance(x, Codes))
 
@@ -250,7 +257,7 @@ def read_leaves(
         own = kept._replace(dtype=jnp.float32) if part.is_exact else kept
         between = functools.partial(read_between, origins[index], read, own.dtype)
         floats = put(shape, between, place.code if isinstance(place, Codes) else place)
-        return finished(floats, own, part.code_axis, place, names)
+        return finished(floats, own, part.code_axis, place, names, advice)
 
     return filled(structure, leaf, kept.joins)
 
@@ -286,7 +293,7 @@ def put(shape: tuple[int, ...], between: Callable[[Bounds], np.ndarray], place: 
     return jax.make_array_from_single_device_arrays(shape, place, [arrays[device] for device in indices])
 
 
-def finished(leaf: jax.Array, kept: Kept, code_axis: int | None, place: Any, names: Sequence[str]) -> Any:
+def finished(leaf: jax.Array, kept: Kept, code_axis: int | None, place: Any, names: Sequence[str], advice: str = AGAIN) -> Any:
     """A leaf as it is kept: in its dtype, checked, and in 8 bits where `kept` says so; its tensors have these `names`.
 
     Raises:
@@ -298,7 +305,7 @@ def finished(leaf: jax.Array, kept: Kept, code_axis: int | None, place: Any, nam
         is_finite = jnp.isfinite(leaf)
         name = names[int(jnp.argmin(is_finite.reshape(len(names), -1).all(axis=1)))] if len(names) > 1 else names[0]
         wider = "" if dtype == jnp.float32 else ' Or load with dtype="float32".'
-        raise refused(f"{name} must be finite, got NaN or infinity as {dtype}. {AGAIN}{wider}", **{name: "out_of_range"})
+        raise refused(f"{name} must be finite, got NaN or infinity as {dtype}. {advice}{wider}", **{name: "out_of_range"})
     if kept.weight_dtype is None or code_axis is None:
         return leaf
     codes = coded(leaf, kept.weight_dtype, code_axis)

@@ -12,7 +12,7 @@ import collections
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ from jkv.engine.policy_checks import check_layout, check_policy, check_request, 
 from jkv.engine.prefix_cache import cache_for
 from jkv.engine.processes import agreed, spans
 from jkv.engine.prompts import encode_prompts
-from jkv.engine.requests import Request, RequestOptions, check_model, check_weights, make_requests, spread_policies
+from jkv.engine.requests import Request, RequestOptions, check_model, make_requests, new_weights, spread_policies
 from jkv.engine.results import Result, make_result
 from jkv.engine.row import Place
 from jkv.engine.runner import Flight, Runner
@@ -490,8 +490,10 @@ class Engine:
 
     # Weights and memory.
 
-    def update(self, params: Params) -> None:
-        """Uses new weights from the next step on. Only pointers change, so nothing compiles.
+    def update(self, params: Params | Mapping[str, Any]) -> None:
+        """Uses new weights from the next step on: `Params` (only pointers change), or what `jkv.params_from` converts.
+
+        Nothing compiles.
 
         It waits for no row: prompts that are half in their rows are prefilled to the end with the old weights first, and rows
         that decode go on with the new ones.
@@ -505,10 +507,7 @@ class Engine:
         Raises:
           ValueError: weights of another structure, configuration, shape, type or sharding, or not finite; nothing is changed.
         """
-        params = weights.joined_as(self.model.params, params)
-        weights.check_same(self.model.params, params)
-        check_weights(params)
-        params = weights.committed(params, self.model.params)
+        params = new_weights(self.model.params, params)
         with self.guard.owned("update"):
             self._repaired("update", lambda: self.runner.fill(to_end=True))  # by the old weights, what rows are filled with
             with self.guard.changing_device("update"):

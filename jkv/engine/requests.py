@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.cache.slot_size import slot_size_of
+from jkv.checkpoints.state_dicts import params_from
 from jkv.checks import check_counts, check_length, did_you_mean, out_of_range, shown, typed
 from jkv.engine.prompts import check_ids, num_elements, too_long
 from jkv.errors import InputError, refused
@@ -23,7 +24,7 @@ from jkv.limits import MOST_SAMPLES
 from jkv.model.joined import GROUPS, joined_of
 from jkv.model.params import Model, ModelConfig, Params
 from jkv.model.sampling import Sampling, request_id
-from jkv.model.weights import all_finite
+from jkv.model.weights import all_finite, check_same, committed, joined_as
 from jkv.policies import POLICIES, full
 from jkv.reasoning.sentences import Sentences
 from pallas_kernels.quantised import Format
@@ -357,6 +358,19 @@ def new_token_limit(index: int, prompt_length: int, asked: int | None, max_posit
     if left < 1 or (asked or 1) > left:
         raise too_long(index, str(prompt_length), asked, max_positions)
     return min(MOST_NEW_TOKENS, left) if asked is None else asked
+
+
+def new_weights(old: Params, given: Any) -> Params:
+    """What `update` is given, in the form and on the devices of the weights in use, which stay as they are.
+
+    Raises:
+      ValueError: `jkv.params_from` refuses it, or it has another structure, shape, type or sharding, or is not finite.
+    """
+    params = params_from(given, old)
+    params = joined_as(old, params)
+    check_same(old, params)
+    check_weights(params)
+    return committed(params, old)
 
 
 def check_weights(params: Params) -> None:

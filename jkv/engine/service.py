@@ -21,7 +21,7 @@ import queue
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
@@ -301,7 +301,7 @@ class Service:
         owner, reply = self._owner, Reply[T]()
         return owner.put(reply, lambda: answer(reply, lambda: function(owner)))
 
-    def update(self, params: Params) -> Reply[None]:
+    def update(self, params: Params | Mapping[str, Any]) -> Reply[None]:
         """Uses new weights from the next step on, as `Engine.update` does; unfinished requests go on with them.
 
         For weights that change between requests only, pause with "wait" or "abort" before, and resume afterwards.

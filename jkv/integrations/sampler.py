@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jkv.checkpoints.state_dicts import params_from
 from jkv.engine.engine import Engine
 from jkv.engine.requests import RequestOptions, check_model
 from jkv.engine.results import Result
@@ -107,8 +108,8 @@ class JkvSampler:
       model_or_params: what `jkv.load` returns, or bare `Params` (prompts are token ids then).
       policy: how caches stay small; None keeps them whole. A request may name another in `metadata["policy"]`, which needs no
         data that the engine does not keep.
-      convert: makes `Params` of the weights of a `weight_sync`, such as `jkv.integrations.tunix.params_of`; None takes
-        `Params` or a `Model`.
+      convert: makes `Params` of the weights of a `weight_sync`, such as `jkv.integrations.tunix.params_of`; None takes what
+        `jkv.params_from` does: `Params`, Hugging Face state dicts and MaxText's parameters.
       engine: settings of the engine by name: see `jkv.EngineOptions`.
 
     Attributes:
@@ -260,7 +261,7 @@ class JkvSampler:
                     "are not supported: gather the weights in this process.",
                     weights="missing",
                 )
-            self._staged = params_of(weights, self._convert)
+            self._staged = params_from(weights if self._convert is None else self._convert(weights), self._params)
         except Exception:
             self._note(sync_request, FAILED)
             raise
@@ -344,20 +345,6 @@ def options_of(params: Any, policy: Policy | None) -> RequestOptions:
         seed=given["seed"],
     )
     return RequestOptions(policy=policy, sampling=sampling, max_new_tokens=given["max_tokens"] or 64)
-
-
-def params_of(weights: Any, convert: Callable[[Any], Params] | None) -> Params:
-    """The weights of a sync as `Params`.
-
-    Raises:
-      ValueError: something else, and nothing converts it.
-    """
-    made = weights if convert is None else convert(weights)
-    made = made.params if isinstance(made, Model) else made
-    if not isinstance(made, Params):
-        rule = f"New weights must be jkv.Params; got {type(made).__name__}. Pass convert= to JkvSampler."
-        raise refused(rule, weights="wrong_type")
-    return made
 
 
 def response_of(request: Any, ended: Ticket | ErrorInfo) -> SamplingResponse:

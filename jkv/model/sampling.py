@@ -260,14 +260,20 @@ def own_log_prob(logits: Float[Array, "B V"], token: Int[Array, " B"]) -> Float[
     return picked - jnp.log(jnp.exp(below_BV).sum(axis=-1))
 
 
+def any_cuts(rows: SamplingRows) -> Bool[Array, ""]:
+    """Whether top-k, top-p or min-p cuts the distribution of any row, as data: no program depends on it."""
+    return ((rows.top_p < 1) | (rows.top_k > 0) | (rows.min_p > 0)).any()
+
+
 def log_distribution(
-    logits: Float[Array, "*B V"], rows: SamplingRows, truncates: bool, counts: TokenCounts | None = None
+    logits: Float[Array, "*B V"], rows: SamplingRows, truncates: bool | Bool[Array, ""], counts: TokenCounts | None = None
 ) -> Float[Array, "*B V"]:
     """The log-probabilities that tokens are drawn from, float32; `-inf` for tokens that are cut.
 
     Penalties come first, then the temperature and the cuts (`is_kept`), as in Hugging Face's transformers. At temperature 0
-    they are those of temperature 1, uncut. `truncates=False` cuts nothing, and saves its work; `counts` are what penalties
-    read. NaN where a logit is NaN or positive infinity, or all are negative infinity, and nowhere else.
+    they are those of temperature 1, uncut. `truncates=False` cuts nothing, and saves its work, in the program if it is a bool
+    and while it runs if it is an array; `counts` are what penalties read. NaN where a logit is NaN or positive infinity, or all
+    are negative infinity, and nowhere else.
     """
     if rows.penalties is not None:
         assert counts is not None
@@ -276,8 +282,9 @@ def log_distribution(
     # The largest logit is subtracted before the division, which may overflow: to -inf then, the logarithm of 0.
     below = logits.astype(jnp.float32) - logits.max(axis=-1, keepdims=True).astype(jnp.float32)
     scaled = below / jnp.where(is_greedy, 1.0, rows.temperature)[..., None]
-    if truncates:
-        scaled = jnp.where(is_kept(scaled, rows) | is_greedy[..., None], scaled, -jnp.inf)
+    if truncates is not False:
+        kept = is_kept(scaled, rows) if truncates is True else kept_if(truncates, scaled, rows)
+        scaled = jnp.where(kept | is_greedy[..., None], scaled, -jnp.inf)
     return scaled - jnp.log(jnp.exp(scaled).sum(axis=-1, keepdims=True))  # the largest is 0, so that none is looked for
 
 
@@ -300,6 +307,18 @@ def is_kept(scaled: Float[Array, "*B V"], rows: SamplingRows) -> Bool[Array, "*B
     share = jnp.where(rows.top_p < 1, jnp.clip(share, 1, total), jnp.uint32(2**32 - 1))
     last = jnp.minimum(last, last_below(distance, mass, share))
     return (distance <= last[..., None]) & (scaled >= jnp.log(rows.min_p)[..., None])
+
+
+def kept_if(truncates: Bool[Array, ""], scaled: Float[Array, "*B V"], rows: SamplingRows) -> Bool[Array, "*B V"]:
+    """`is_kept`, or all tokens without its work where `truncates` is False.
+
+    Row after row, because a program has the memory for both: that of one row is small.
+    """
+
+    def by_row(scaled: Float[Array, "*B V"]) -> Bool[Array, "*B V"]:
+        return jax.lax.map(lambda row: is_kept(*row), (scaled, rows._replace(penalties=None)))
+
+    return jax.lax.cond(truncates, by_row, partial(jnp.ones_like, dtype=bool), jax.lax.stop_gradient(scaled))
 
 
 def whole_masses(probability: Float[Array, "*B V"]) -> UInt32[Array, "*B V"]:

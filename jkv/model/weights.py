@@ -24,7 +24,9 @@ def committed(params: Params, place: Params | None = None) -> Params:
     differently, or if a type is weak. An optimiser or a checkpoint may return any of these. Only weak types cause a copy.
     """
 
-    def bind(leaf: jax.Array, like: Any) -> jax.Array:
+    def bind(leaf: jax.Array | np.ndarray, like: Any) -> jax.Array:
+        if isinstance(leaf, np.ndarray):
+            return jax.device_put(leaf.copy(), like.sharding)  # a CPU keeps the array itself, into which its owner may write
         return jax.device_put(leaf.astype(leaf.dtype) if leaf.weak_type else leaf, like.sharding)
 
     return jax.tree.map(bind, params, params if place is None else place)
@@ -112,10 +114,10 @@ def check_same(old: Params, new: Any) -> None:
         )
     for (path, was), leaf in zip(jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new), strict=True):
         name = f"params{jax.tree_util.keystr(path)}"
-        if not isinstance(leaf, jax.Array):
-            rule = f"New weights must be arrays on a device; {name} is {type(leaf).__name__}. Pass jax.device_put(...)."
+        if not isinstance(leaf, jax.Array | np.ndarray):
+            rule = f"New weights must be arrays of JAX or NumPy; {name} is {type(leaf).__name__}. Pass jax.device_put(...)."
             raise refused(rule, params="wrong_type")
-        if leaf.is_deleted():
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
             rule = f"New weights must be alive; {name} was donated or deleted. Pass the result of the update."
             raise refused(rule, params="invalid")
         if (leaf.shape, leaf.dtype) != (was.shape, was.dtype):
@@ -124,7 +126,7 @@ def check_same(old: Params, new: Any) -> None:
                 f"{was.dtype}{list(was.shape)}. Cast it, or build another engine.",
                 params="does_not_fit",
             )
-        if not leaf.sharding.is_equivalent_to(was.sharding, leaf.ndim):
+        if isinstance(leaf, jax.Array) and not leaf.sharding.is_equivalent_to(was.sharding, leaf.ndim):
             raise refused(
                 f"New weights must have the shardings of the old ones; {name} has {leaf.sharding}, not {was.sharding}. Pass "
                 "jax.device_put(params, jax.tree.map(lambda x: x.sharding, old_params)).",

@@ -6,11 +6,10 @@ decode step does on a mesh (`jkv.engine.mesh`).
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
-from jaxtyping import Array, Float
 
 from jkv.errors import refused
 from jkv.model.joined import separate_weights
@@ -18,6 +17,7 @@ from jkv.model.params import Params
 from jkv.model.sharding import COPIES, HEADS, P, check_divides, fitted_all, num_parts, part_of, specs_of, with_copies
 
 AnyMesh = Mesh | AbstractMesh
+T = TypeVar("T")
 
 
 def mesh_of(params: Params, mesh: AnyMesh | None = None) -> AnyMesh | None:
@@ -44,10 +44,10 @@ def num_row_shards(mesh: AnyMesh | None) -> int:
     return 1 if mesh is None else mesh.size // num_parts(mesh)
 
 
-def on_mesh(
-    run: Callable[..., Float[Array, "n T"]], mesh: AnyMesh, params: Params, columns: Any, by_row: tuple[Any, ...]
-) -> Float[Array, "n T"]:
+def on_mesh(run: Callable[..., T], mesh: AnyMesh, params: Params, columns: Any, by_row: tuple[Any, ...]) -> T:
     """`run(params, columns, *by_row)` on a mesh; `columns` are a `Columns`, and all arrays of `by_row` begin with the rows.
+
+    So do the arrays that `run` returns.
 
     Raises:
       ValueError: rows that do not divide.
@@ -70,7 +70,7 @@ def on_mesh(
     column_specs = column_specs._replace(**by_head)
     weights = fitted_all(specs_of(Params, params, "params"), mesh) if has_heads else jax.tree.map(lambda _: P(), params)
 
-    def on_shard(params: Params, columns: Any, by_row: tuple[Any, ...]) -> Float[Array, "n T"]:
+    def on_shard(params: Params, columns: Any, by_row: tuple[Any, ...]) -> T:
         return run(part_of(params) if has_heads else params, columns, *by_row)
 
     specs = weights, column_specs, jax.tree.map(lambda _: of_rows, by_row)

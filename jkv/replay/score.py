@@ -250,15 +250,14 @@ def score_rows(
     sequence, starts = join(tokens, prompts, lengths)
     total = sequence.shape[1]
     columns = dense_columns(params.config, num_samples, total) if trace is None else trace_columns(trace, total)
-    log_probs = sequence_log_probs(
+    log_probs = token_scores(
         params,
         jnp.asarray(sequence),
         columns._replace(experts=fit_tokens(experts, total)),
         rows_of(settings),
-        truncates=any(s.draws == "truncated" for s in settings),
         start=starts,
         mesh=mesh,
-    )
+    ).log_prob
     offset = np.arange(width, dtype=np.int32)
     picked = jnp.take_along_axis(log_probs, np.minimum(starts[:, None] + offset, total - 1), axis=1)
     return jnp.where(offset < np.array(lengths, np.int32)[:, None], picked, 0.0)
@@ -274,50 +273,62 @@ def join(tokens: np.ndarray, prompts: Sequence[Any], lengths: Sequence[int]) -> 
     return sequence, starts
 
 
-@functools.partial(jax.jit, static_argnames=("truncates", "mesh", "remat"))
-def sequence_log_probs(
+class TokenScores(NamedTuple):
+    """Of the distribution that each token is drawn from, in nats; 0 for the first token, which nothing precedes."""
+
+    log_prob: Float[Array, "n T"]  # the token's own
+    entropy: Float[Array, "n T"] | None  # the distribution's; None where it is not asked for
+
+
+@functools.partial(jax.jit, static_argnames=("with_entropy", "mesh", "remat"))
+def token_scores(
     params: Params,
     token: Int[Array, "n T"],
     columns: Columns,
     settings: SamplingRows,
-    truncates: bool,
     start: Int[Array, " n"] | None = None,
     mesh: AnyMesh | None = None,
     remat: bool = False,
-) -> Float[Array, "n T"]:
-    """The log-probability of each token given those before it; 0 for the first. Logits are computed in blocks.
+    with_entropy: bool = False,
+) -> TokenScores:
+    """The log-probability of each token given those before it, and the entropy. Logits are computed in blocks.
 
     `start` is where completions begin, which penalties need. With `remat`, a gradient keeps the residual stream alone between
-    layers, and computes each layer once more.
+    layers, and computes each layer once more. Cuts are data: another top-p, or the first one, compiles nothing.
     """
-    run = functools.partial(log_probs_of_rows, truncates=truncates, remat=remat)
+    run = functools.partial(scores_of_rows, remat=remat, with_entropy=with_entropy)
     if mesh is None:
         return run(params, columns, token, settings, start)
     return on_mesh(run, mesh, params, columns, (token, settings, start))
 
 
-def log_probs_of_rows(
+def scores_of_rows(
     params: Params,
     columns: Columns,
     token: Int[Array, "n T"],
     settings: SamplingRows,
     start: Int[Array, " n"] | None,
     *,
-    truncates: bool,
     remat: bool,
-) -> Float[Array, "n T"]:
-    """`sequence_log_probs` of the rows, and with the heads, of one device."""
+    with_entropy: bool,
+) -> TokenScores:
+    """`token_scores` of the rows, and with the heads, of one device."""
     hidden_nTD, count = hidden_states(params, token, columns, remat), counter_of(params, settings, token, start)
 
     @jax.checkpoint
-    def pick(
-        hidden_nID: Float[Array, "n I D"], target_nI: Int[Array, "n I"], position_nI: Int[Array, "n I"]
-    ) -> Float[Array, "n I"]:
-        log_probs_nIV = log_distributions(params, hidden_nID, settings, truncates, count(position_nI))
-        return jnp.take_along_axis(log_probs_nIV, target_nI[..., None], axis=-1)[..., 0]
+    def pick(hidden_nID: Float[Array, "n I D"], target_nI: Int[Array, "n I"], position_nI: Int[Array, "n I"]) -> TokenScores:
+        log_probs_nIV = log_distributions(params, hidden_nID, settings, count(position_nI))
+        own_nI = jnp.take_along_axis(log_probs_nIV, target_nI[..., None], axis=-1)[..., 0]
+        return TokenScores(own_nI, entropy_of(log_probs_nIV) if with_entropy else None)
 
-    picked_nT = over_blocks(pick, hidden_nTD, jnp.roll(token, -1, axis=1), positions_of(token))
-    return jnp.roll(picked_nT, 1, axis=1).at[:, 0].set(0.0)
+    scores = over_blocks(pick, hidden_nTD, jnp.roll(token, -1, axis=1), positions_of(token))
+    return jax.tree.map(lambda x: jnp.roll(x, 1, axis=1).at[:, 0].set(0.0), scores)
+
+
+def entropy_of(log_probs: Float[Array, "*n V"]) -> Float[Array, "*n"]:
+    """The entropy of distributions in nats, from 0 to ln V; tokens that are cut (`-inf`) add nothing."""
+    is_there = log_probs > -jnp.inf
+    return -(jnp.exp(log_probs) * jnp.where(is_there, log_probs, 0.0)).sum(axis=-1)
 
 
 @jax.jit
@@ -368,16 +379,19 @@ def log_distributions(
     params: Params,
     hidden: Float[Array, "n I D"],
     settings: SamplingRows,
-    truncates: bool,
     counts: TokenCounts | None = None,
 ) -> Float[Array, "n I V"]:
     """The log-probabilities of every vocabulary token as the next one, under each row's settings."""
+    truncates = distributions.any_cuts(settings)
     settings = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], hidden.shape[:2]), settings)
     return distributions.log_distribution(decoder.unembed(params, hidden), settings, truncates, counts)
 
 
-def over_blocks(f: Callable[..., Float[Array, "n I"]], *arrays: Array) -> Float[Array, "n T"]:
-    """`f` of arrays `[n, T, ...]`, one block of tokens at a time, so that only one block of logits exists at once."""
+def over_blocks(f: Callable[..., Any], *arrays: Array) -> Any:
+    """`f` of arrays `[n, T, ...]`, one block of tokens at a time, so that only one block of logits exists at once.
+
+    `f` returns arrays `[n, I]` of a block's tokens; returned are these arrays of all tokens, `[n, T]`.
+    """
     num_samples, total = arrays[0].shape[:2]
 
     def blocks(x: Array) -> Array:
@@ -385,7 +399,7 @@ def over_blocks(f: Callable[..., Float[Array, "n I"]], *arrays: Array) -> Float[
         return jnp.moveaxis(padded.reshape(num_samples, -1, UNEMBED_BLOCK, *x.shape[2:]), 1, 0)
 
     out = jax.lax.map(lambda block: f(*block), tuple(blocks(x) for x in arrays))
-    return jnp.moveaxis(out, 0, 1).reshape(num_samples, -1)[:, :total]
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(num_samples, -1)[:, :total], out)
 
 
 def round_up(size: int) -> int:

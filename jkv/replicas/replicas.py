@@ -33,7 +33,7 @@ from jkv.engine.options import EngineOptions
 from jkv.engine.outputs import Event, Outputs
 from jkv.engine.policy_checks import check_request
 from jkv.engine.prompts import encode_prompts
-from jkv.engine.requests import Request, RequestOptions, check_model, check_weights, make_requests, spread_policies
+from jkv.engine.requests import Request, RequestOptions, check_model, make_requests, new_weights, spread_policies
 from jkv.engine.results import Result, make_result
 from jkv.engine.samples import Completion, Sample, samples_of, take_finished
 from jkv.engine.service import Reply, Service
@@ -475,8 +475,10 @@ class Replicas:
         """Of the newest weights: 0, and one more for each `update`."""
         return self._dispatcher.version
 
-    def update(self, params: Params) -> None:
+    def update(self, params: Params | Mapping[str, Any]) -> None:
         """Uses new weights everywhere, and returns when all replicas do; unfinished samples go on with them.
+
+        They are `Params`, or what `jkv.params_from` converts.
 
         The versions of a sample's tokens (`Result.policy_version`) never descend. Only arrays with other values than before
         travel: of an adapter whose base stays, the adapter alone.
@@ -489,9 +491,7 @@ class Replicas:
           ValueError: weights of another structure, shape, type or sharding than the first, or not finite; nothing is changed.
           RuntimeError: all replicas are lost.
         """
-        params = weights.joined_as(self._model.params, params)
-        weights.check_same(self._model.params, params)
-        check_weights(params)
+        params = new_weights(self._model.params, params)
         digests, shared = digests_of(params), self._shared
         with shared.updating:
             sent, shared.sent = shared.sent, None  # until all have replied

@@ -3,6 +3,7 @@
     out = rollout(prompts, n=8, return_trace=True)
     batch = jkv.rl.make_batch(out, jkv.rl.group_advantages(rewards, n=8), replay=True)
     (loss, metrics), gradient = jax.value_and_grad(jkv.rl.policy_loss, has_aux=True)(params, batch)
+    wandb.log({"loss": loss, **metrics})  # all metrics are scalars
 
 Optimisers are the caller's; `python -m research.grpo` is a whole run.
 """

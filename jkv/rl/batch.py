@@ -15,7 +15,7 @@ from jkv.model.params import Model, Params
 from jkv.model.sampling import SamplingRows, rows_of
 from jkv.replay.columns import Columns, dense_columns, fit_tokens, trace_columns
 from jkv.replay.on_mesh import AnyMesh, mesh_of
-from jkv.replay.score import Trace, join, sequence_log_probs
+from jkv.replay.score import TokenScores, Trace, join, token_scores
 from jkv.rl.packed import Packing, columns_for, pack_batch, pad_columns, row_count
 from jkv.rl.ratios import check_pair
 
@@ -26,7 +26,7 @@ class Batch(flax.struct.PyTreeNode):
     """Sequences, prompt and completion in one row, right-padded; everything `[N, T]` belongs to the token at its place.
 
     A pytree of arrays: `jax.tree.map(lambda x: x[:8], batch)` is a smaller batch, unless it is packed: then each microbatch is
-    made by itself. Only `truncates` and `is_mixed` are static.
+    made by itself. Only `is_mixed` is static: another sampling, too, compiles nothing.
     """
 
     token: Any  # [N, T] int32
@@ -38,7 +38,6 @@ class Batch(flax.struct.PyTreeNode):
     start: Any = None  # [N] int32: where completions begin
     experts: Any = None  # [N, T, L, A]: those that tokens went through; None leaves the choice to the router
     packing: Packing | None = None  # in which the forward pass computes the sequences; None computes the rows as they are
-    truncates: bool = flax.struct.field(pytree_node=False, default=False)  # whether any row cuts its distribution
     is_mixed: bool = flax.struct.field(pytree_node=False, default=False)  # whether several weights may have drawn a row
 
     @property
@@ -147,7 +146,6 @@ def make_batch(
         start=more(jnp.asarray(starts)),
         experts=None if experts is None or packing is not None else more(jnp.asarray(experts)),
         packing=packing,
-        truncates=any(one.draws == "truncated" for one in out.sampling),
         is_mixed=replay and mixed,
     )
 
@@ -168,6 +166,13 @@ def log_probs(params: Model | Params, batch: Batch, *, mesh: AnyMesh | None = No
     Raises:
       ValueError: columns or experts of another model, or a mesh that does not divide the model or the rows.
     """
+    return scores_of(params, batch, mesh=mesh, remat=remat).log_prob
+
+
+def scores_of(
+    params: Model | Params, batch: Batch, *, mesh: AnyMesh | None = None, remat: bool = True, with_entropy: bool = False
+) -> TokenScores:
+    """`log_probs`, and the entropies of the distributions, 0 outside of the mask, where these are asked for."""
     weights = params.params if isinstance(params, Model) else params
     config, token, columns, rows, start = weights.config, batch.token, batch.columns, batch.settings, batch.start
     experts = batch.experts
@@ -190,11 +195,14 @@ def log_probs(params: Model | Params, batch: Batch, *, mesh: AnyMesh | None = No
             f"{experts.shape}. Make the batch of what this model sampled.",
             batch="does_not_fit",
         )
-    settings = {"truncates": batch.truncates, "start": start, "mesh": mesh_of(weights, mesh), "remat": remat}
-    log_prob = sequence_log_probs(weights, token, columns._replace(experts=experts), rows, **settings)
-    if batch.packing is not None:
-        log_prob = log_prob.reshape(-1)[batch.packing.place]
-    return jnp.where(batch.mask, log_prob, 0.0)
+    settings = {"start": start, "mesh": mesh_of(weights, mesh), "remat": remat, "with_entropy": with_entropy}
+    scores = token_scores(weights, token, columns._replace(experts=experts), rows, **settings)
+
+    def of_batch(value: Array) -> Float[Array, "N T"]:
+        placed = value if batch.packing is None else value.reshape(-1)[batch.packing.place]
+        return jnp.where(batch.mask, placed, 0.0)
+
+    return jax.tree.map(of_batch, scores)
 
 
 def failed_rows(out: Result, failed: str = "refuse") -> np.ndarray:

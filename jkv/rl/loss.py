@@ -12,17 +12,20 @@ The first is decoupled PPO (2110.00641) as Sparse-RL (2601.10079) uses it; the s
 learner under the same eviction mask does (2605.06850).
 """
 
+import math
+import numbers
+import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jkv.checks import check_known
+from jkv.checks import check_known, typed
 from jkv.errors import refused
 from jkv.model.params import Model, Params
 from jkv.replay.on_mesh import AnyMesh
-from jkv.rl.batch import Batch, log_probs
+from jkv.rl.batch import Batch, scores_of
 from jkv.rl.correction import Correction, correct
 from jkv.rl.ratios import bounded, log_ratio, row_means, share
 
@@ -35,18 +38,21 @@ def policy_loss(
     *,
     old: Float[Array, "N T"] | None = None,
     correction: str | Correction | None = None,
-    clip: tuple[float, float] = (0.2, 0.2),
+    clip: float | tuple[float, float] = 0.2,
     mean: str = "tokens",
     reference: Float[Array, "N T"] | None = None,
     beta: float = 0.0,
+    entropy_bonus: Array | float = 0.0,
     denominator: Array | float | None = None,
     mesh: AnyMesh | None = None,
     remat: bool = True,
-) -> tuple[Float[Array, ""], dict[str, Any]]:
-    """The loss to minimise, and what it is made of; differentiable and usable under jit with `has_aux=True`.
+    return_log_probs: bool = False,
+) -> tuple[Float[Array, ""], Any]:
+    """The loss to minimise and its metrics, a flat dictionary of scalars; differentiable, under jit too (`has_aux=True`).
 
     With r = exp(log p - old), A the advantage and w the weight: the mean of -w min(r A, clip(r, 1 - clip[0], 1 + clip[1]) A),
-    and `beta` times the k3 estimate of KL(policy || reference). Dropped tokens count as 0: a sum over few is no large step.
+    plus `beta` times the k3 estimate of KL(policy || reference), less `entropy_bonus` times the entropy. Dropped tokens count
+    as 0: a sum over few is no large step.
 
     Args:
       params: the weights that are trained.
@@ -55,25 +61,36 @@ def policy_loss(
         for a dense batch (one update a batch) or a mixed one, and the sampled ones for one that is replayed exactly.
       correction: a mode of `jkv.rl.correct`, applied to `old` and the sampled ones, or what that function returned; None is
         "none" for a batch that is replayed exactly, and "tis+veto" for others.
-      clip: how far r may fall and rise.
+      clip: how far r may fall and rise: one number for both, or a pair (fall, rise), as (0.2, 0.28) of DAPO.
       mean: over all "tokens" alike (DAPO, 2503.14476), or over "sequences", each the mean of its tokens (GRPO, 2402.03300).
       reference: log-probabilities of a policy to stay near to.
       beta: how near.
+      entropy_bonus: the weight of the entropy, in nats, of the distribution that each token is drawn from, cuts included; a
+        positive one keeps the policy from collapsing.
       denominator: what the sum over tokens, or over the sequences' means, is divided by; None is their number in this batch.
         With the number of the whole batch for each of its microbatches, their gradients add up to that of the whole batch,
         however it is split.
       mesh, remat: see `log_probs`.
+      return_log_probs: whether the second value is `(metrics, log_probs)`, with the `[N, T]` log-probabilities that the loss
+        was computed from (`old` of later updates on this batch).
 
-    The metrics: `log_probs`; `correction`, its own; `clipped`, the share of tokens whose r is beyond the clip on the side that
-    counts; `cut`, of those that top-k, top-p or min-p cuts from the policy or the old one, which are dropped; `difference`,
-    the 99th percentile and the maximum of |log p - sampled|; and `kl`, to the reference.
+    The metrics, each a scalar:
+      `clipped`: the share of tokens whose r is beyond the clip on the side that counts.
+      `cut`: the share of tokens that top-k, top-p or min-p cuts from the policy or the old one, which are dropped.
+      `entropy`: the mean entropy of the policy in nats.
+      `difference_p99`, `difference_max`: the 99th percentile and the maximum of |log p - sampled|, in nats.
+      `kl`: the mean k3 estimate of the divergence from the reference, in nats; only with a reference.
+      `correction_mean_weight` and so on: the metrics of `jkv.rl.correct`.
 
     Raises:
-      ValueError: an unknown mean or mode, a clip of other signs, a beta without a reference, a denominator that is not
-        positive, or a mesh that `log_probs` refuses.
+      ValueError: an unknown mean or mode, a clip or an entropy bonus out of its range, a beta without a reference, a
+        denominator that is not positive, or a mesh that `log_probs` refuses.
     """
-    check_settings(clip, mean, reference, beta, denominator)
-    current = log_probs(params, batch, mesh=mesh, remat=remat)
+    fall, rise = parse_clip(clip)
+    check_settings(mean, reference, beta, entropy_bonus, denominator)
+    scores = scores_of(params, batch, mesh=mesh, remat=remat, with_entropy=True)
+    current, entropy = scores.log_prob, scores.entropy
+    assert entropy is not None
     fixed = jax.lax.stop_gradient(current)
     is_exact = batch.is_replayed and not batch.is_mixed
     if correction is None:
@@ -85,42 +102,75 @@ def policy_loss(
     is_there = batch.mask & jnp.isfinite(fixed) & jnp.isfinite(anchor)
     weights = jnp.where(is_there, correction.weights, 0.0)
     ratio = bounded(log_ratio(current, anchor, is_there))
-    gain, clipped = ratio * batch.advantage, jnp.clip(ratio, 1 - clip[0], 1 + clip[1]) * batch.advantage
+    gain, clipped = ratio * batch.advantage, jnp.clip(ratio, 1 - fall, 1 + rise) * batch.advantage
     loss_NT = -weights * jnp.minimum(gain, clipped)
-    metrics: dict[str, Any] = {
-        "log_probs": fixed,
-        "correction": correction.metrics,
+    if isinstance(entropy_bonus, jax.Array) or entropy_bonus != 0:  # with 0, its gradient is not computed
+        loss_NT = loss_NT - jnp.asarray(entropy_bonus, jnp.float32) * entropy
+    metrics: dict[str, Float[Array, ""]] = {
         "clipped": share(clipped < gain, batch.mask),
         "cut": share(~is_there, batch.mask),
+        "entropy": share(jax.lax.stop_gradient(entropy), batch.mask),
+        **spread(jnp.abs(log_ratio(fixed, batch.sampled, is_there)), is_there),
     }
     if reference is not None:
         away = log_ratio(reference, current, is_there & jnp.isfinite(reference))
         kl_NT = bounded(away) - 1 - away
         loss_NT = loss_NT + beta * kl_NT
         metrics["kl"] = share(kl_NT, batch.mask)
-    metrics["difference"] = spread(jnp.abs(log_ratio(fixed, batch.sampled, is_there)), is_there)
+    metrics |= {f"correction_{name}": value for name, value in correction.metrics.items()}
     loss, counts = loss_NT, batch.mask
     if mean == "sequences":
         loss, counts = row_means(loss_NT, batch.mask), batch.mask.any(axis=1)
     if denominator is None:
-        return share(loss, counts), metrics
-    return jnp.where(counts, loss, 0.0).sum() / jnp.asarray(denominator, jnp.float32), metrics
+        value = share(loss, counts)
+    else:
+        value = jnp.where(counts, loss, 0.0).sum() / jnp.asarray(denominator, jnp.float32)
+    return value, (metrics, fixed) if return_log_probs else metrics
 
 
 def spread(value: Float[Array, "N T"], mask: Array) -> dict[str, Float[Array, ""]]:
-    """The 99th percentile and the maximum where the mask is True."""
+    """The 99th percentile and the maximum where the mask is True, as metrics."""
     masked = jnp.where(mask, value, jnp.nan)
     p99 = jnp.nanpercentile(masked, 99.0)
-    return {"p99": jnp.where(mask.any(), p99, 0.0), "max": jnp.where(mask, value, 0.0).max()}
+    return {"difference_p99": jnp.where(mask.any(), p99, 0.0), "difference_max": jnp.where(mask, value, 0.0).max()}
 
 
-def check_settings(clip: Any, mean: str, reference: Any, beta: float, denominator: Any) -> None:
+def parse_clip(clip: float | tuple[float, float]) -> tuple[float, float]:
+    """How far the ratio may fall and rise.
+
+    Warns where it may fall further than rise, or very far, which is more often a pair in the wrong order, or of bounds.
+
+    >>> parse_clip(0.2)
+    (0.2, 0.2)
+    """
+    pair: Any = (clip, clip) if isinstance(clip, numbers.Real) else clip
+    is_pair = isinstance(pair, list | tuple) and len(pair) == 2
+    if not is_pair or not all(isinstance(one, numbers.Real) and not isinstance(one, bool) for one in pair):
+        rule = "clip must be a number, as 0.2, or a pair of how far the ratio may fall and rise, as (0.2, 0.28)"
+        raise refused(f"{rule}; got {clip!r}.", clip="wrong_type")
+    fall, rise = (float(one) for one in pair)
+    if not (0 < fall < 1 and 0 < rise < math.inf):
+        raise refused(
+            f"clip must be how far the ratio may fall, in (0, 1), and rise, above 0, as 0.2 or (0.2, 0.28); got {clip}. Pass "
+            "the distances from 1, not the bounds.",
+            clip="out_of_range",
+        )
+    if fall > rise or (fall > 0.5 and rise > 1):
+        warnings.warn(
+            f"clip={clip} lets the ratio fall to {1 - fall:.3g} and rise to {1 + rise:.3g}. Its two numbers are the distances "
+            "from 1, (fall, rise): DAPO's are (0.2, 0.28).",
+            stacklevel=3,
+        )
+    return fall, rise
+
+
+def check_settings(mean: str, reference: Any, beta: float, entropy_bonus: Any, denominator: Any) -> None:
     """Refuses settings that make no loss."""
-    if len(clip) != 2 or not (0 < clip[0] < 1 and clip[1] > 0):
-        rule = f"clip must be how far the ratio may fall, in (0, 1), and rise, above 0, as (0.2, 0.2); got {clip}."
-        raise refused(rule, clip="out_of_range")
+    if not isinstance(entropy_bonus, jax.Array) and not math.isfinite(typed("entropy_bonus", entropy_bonus, float)):
+        rule = f"entropy_bonus must be finite, the weight of the entropy, as 0.001; got {entropy_bonus}."
+        raise refused(rule, entropy_bonus="out_of_range")
     check_known(MEANS, mean=mean)
-    if (beta != 0) != (reference is not None) or beta < 0:
+    if (beta != 0) != (reference is not None) or not beta >= 0:
         raise refused(
             f"beta, at least 0, holds the policy near to a reference, so both or none are given; got {beta=} and "
             f"{'no reference' if reference is None else 'a reference'}. Score it with log_probs(reference_params, batch).",

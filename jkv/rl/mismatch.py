@@ -64,12 +64,12 @@ class Mismatch(Figures):
     geometric: tuple[float, ...] = ()
     buckets: dict[str, Figures] = dataclasses.field(default_factory=dict)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain numbers, for a log or JSON; a bucket's are under "64-255/overlap" and the like."""
+    def as_dict(self) -> dict[str, float]:
+        """Numbers alone, for a log or JSON: the fields of `Figures`, and a bucket's under "64-255/overlap" and the like."""
         flat = {field.name: getattr(self, field.name) for field in dataclasses.fields(Figures)}
         for name, figures in self.buckets.items():
             flat |= {f"{name}/{field}": value for field, value in dataclasses.asdict(figures).items()}
-        return flat | {"geometric": list(self.geometric)}
+        return flat
 
 
 def mismatch(

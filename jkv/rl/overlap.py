@@ -1,7 +1,6 @@
 """How much of the whole distribution a compressed cache keeps, token by token: exact, by replay beside the dense model."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 
 import jax
@@ -73,7 +72,6 @@ def full_overlap(model: Model | Params, out: Result, rows: int | Sequence[int] =
         jnp.asarray(sequence),
         trace_columns(trace.part(np.array(chosen)), sequence.shape[1]),
         rows_of(sampling),
-        truncates=any(one.draws == "truncated" for one in sampling),
         start=starts,
     )
     offset = np.arange(tokens.shape[1])
@@ -82,13 +80,12 @@ def full_overlap(model: Model | Params, out: Result, rows: int | Sequence[int] =
     return FullOverlap(np.where(mask, np.take_along_axis(np.asarray(shared), before, axis=1), 0), mask, tuple(chosen))
 
 
-@functools.partial(jax.jit, static_argnames="truncates")
+@jax.jit
 def sequence_overlap(
     params: Params,
     token: Int[Array, "n T"],
     columns: Columns,
     settings: SamplingRows,
-    truncates: bool,
     start: Int[Array, " n"] | None = None,
 ) -> Float[Array, "n T"]:
     """The overlap of the distributions that follow each token, over these columns and over all tokens.
@@ -101,7 +98,7 @@ def sequence_overlap(
 
     def share(one: Float[Array, "n I D"], other: Float[Array, "n I D"], position_nI: Int[Array, "n I"]) -> Float[Array, "n I"]:
         counts = count(position_nI)
-        p, q = (jnp.exp(log_distributions(params, x, settings, truncates, counts)) for x in (one, other))
+        p, q = (jnp.exp(log_distributions(params, x, settings, counts)) for x in (one, other))
         return jnp.minimum(p, q).sum(axis=-1)
 
     return over_blocks(share, replayed, dense, positions_of(token))

@@ -16,6 +16,7 @@ from those of a trainer's dense forward pass; `jkv.rl` measures and corrects the
 import dataclasses
 import inspect
 import warnings
+from collections.abc import Mapping
 from typing import Any, Unpack
 
 import numpy as np
@@ -48,7 +49,8 @@ class Rollout(Session):
       model_or_params: what `jkv.load` returns, or bare `Params` (prompts are token ids then); or `jkv.Replicas`, for engines
         on other machines.
       policy: how caches stay small; None keeps them whole. Of replicas one of theirs; None is their first.
-      max_prompt_tokens: the most tokens of a prompt; None is 512, or half of the model's positions if they are below 1,024.
+      max_prompt_tokens: the most tokens of a prompt; None is 512, or fewer where the model's positions leave no more, or half
+        of the positions if they are below 1,024.
       max_new_tokens: the most tokens of a completion; None is 1,024 or what the model's positions leave.
       n: default number of samples of a prompt; the pool has room for the prompts of such groups.
       pad_id: the padding token; None is the tokenizer's, or 0. Rows of token ids that begin or end with it are refused, unless
@@ -88,9 +90,7 @@ class Rollout(Session):
         options = given.changed(settings, inspect.signature(Rollout).parameters)
         model: Model = check_model(model_or_params) if replicas is None else replicas.model
         policy = replicas.policies[0] if replicas is not None and policy is None else policy
-        positions = model.config.max_positions
-        max_prompt_tokens = max_prompt_tokens or min(DEFAULT_PROMPT_TOKENS, positions // 2)
-        max_new_tokens = max_new_tokens or min(DEFAULT_NEW_TOKENS, positions - max_prompt_tokens)
+        max_prompt_tokens, max_new_tokens = fit_lengths(model.config.max_positions, max_prompt_tokens, max_new_tokens)
         policy = spread_policies(policy, 1, model.params, options.kv_format)[0]
         limits = max_prompt_tokens, max_new_tokens, prompt_piece
         defaults = Defaults(policy, n, *limits, check_pad(model, pad_id), prompt_pad=pad_id)
@@ -206,17 +206,19 @@ class Rollout(Session):
         with self.callers.alone():
             self.engine.reset()
 
-    def update(self, params: Params) -> None:
+    def update(self, params: Params | Mapping[str, Any]) -> None:
         """Uses new weights from the next step on; nothing compiles, and prompts that the old weights prefilled are dropped.
 
-        The arrays are not copied: they may be the trainer's own, as long as it does not donate them before the next update. On
-        a mesh they must be sharded as by `jkv.shard`.
+        The arrays of `Params` are not copied: they may be the trainer's own, as long as it does not donate them before the next
+        update. On a mesh they must be sharded as by `jkv.shard`. NumPy arrays, Hugging Face state dicts and MaxText's
+        parameters are copied: `jkv.params_from` has the forms.
 
         Raises:
-          ValueError: weights of another structure, configuration, shape, type or sharding, or not finite; the old ones stay.
+          ValueError: weights of another structure, configuration, shape, type or sharding, or not finite; the old ones stay,
+            and samples go on.
         """
         with self.callers.alone():
-            self.engine.update(params.params if isinstance(params, Model) else params)
+            self.engine.update(params)
 
     def sleep(self, forget_weights: bool = False) -> None:
         """Frees the pool for the trainer; pending samples are swapped out to host memory.
@@ -231,6 +233,33 @@ class Rollout(Session):
         """Allocates the pool again; `run` also does."""
         with self.callers.alone():
             self.engine.wake()
+
+
+def fit_lengths(positions: int, prompt: int | None, new: int | None) -> tuple[int, int]:
+    """The most tokens of a prompt and of a completion, which the model has positions for; None is a default.
+
+    Raises:
+      ValueError: they do not fit; the message names what was given.
+
+    >>> fit_lengths(2048, None, None), fit_lengths(2048, None, 1900), fit_lengths(512, None, None)
+    ((512, 1024), (148, 1900), (256, 256))
+    """
+    given: dict[str, Any] = {"max_prompt_tokens": prompt, "max_new_tokens": new}
+    for name, count in given.items():
+        if count is not None and count >= positions:
+            raise refused(
+                f"{name} must be below the model's {positions:,} positions, which prompt and completion share; got {count:,}. "
+                "Lower it.",
+                **{name: "does_not_fit"},
+            )
+    if prompt is not None and new is not None and prompt + new > positions:
+        raise refused(
+            f"max_prompt_tokens and max_new_tokens must fit the model's {positions:,} positions together; got {prompt:,} + "
+            f"{new:,}. Lower either.",
+            max_new_tokens="does_not_fit",
+        )
+    prompt = prompt or min(DEFAULT_PROMPT_TOKENS, positions // 2, positions - (new or 0))
+    return prompt, new or min(DEFAULT_NEW_TOKENS, positions - prompt)
 
 
 def check_pad(model: Model, pad_id: int | None) -> int:

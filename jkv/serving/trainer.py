@@ -11,23 +11,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from jkv.checkpoints import loading as checkpoint
-from jkv.checkpoints.weight_reading import Kept
+from jkv.checkpoints.weight_reading import kept_as
 from jkv.checkpoints.weight_reading import read_weights as read_checkpoint
 from jkv.checks import shown, typed
 from jkv.engine.engine import Engine
 from jkv.engine.results import Result
 from jkv.errors import InputError
-from jkv.model.eight_bits import format_of
-from jkv.model.joined import is_joined, separate_weights
 from jkv.model.params import Model, Params
-from jkv.model.weights import check_config, shapes_of
+from jkv.model.weights import check_config
 from jkv.serving.app import Endpoint, Server, gathered, id_of, until_gone
 from jkv.serving.errors import RefusalError
 from jkv.serving.jobs import Job
@@ -274,9 +271,7 @@ def read_weights(folder: Path, model: Model) -> Params:
     own = {name: getattr(model.config, name) for name in ("end_ids", "whole_experts")}
     config = dataclasses.replace(checkpoint.read_config(folder), **own)
     check_config(model.config, config)
-    kept = Kept(model.params.embedding.dtype, format_of(model.params), joined=is_joined(model.params))
-    shapes = separate_weights(shapes_of(model.params))
-    return read_checkpoint(folder, config, kept, jax.tree.map(lambda leaf: leaf.sharding, shapes))
+    return read_checkpoint(folder, config, *kept_as(model.params))
 
 
 def states_of(folder: Path) -> dict[str, tuple[int, int, int]]:

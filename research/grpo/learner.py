@@ -51,27 +51,26 @@ def update(
 ) -> tuple[Params, Any, dict[str, Any]]:
     """New weights and optimiser state; the loss's metrics, and the dense log-probabilities before the update."""
 
-    def objective(weights: Params) -> tuple[Any, dict[str, Any]]:
+    def objective(weights: Params) -> tuple[Any, Any]:
         if loss == "replay":
-            return rl.policy_loss(weights, batch)
+            return rl.policy_loss(weights, batch, return_log_probs=True)
         old = batch.sampled if loss == "bypass" else None
-        return rl.policy_loss(weights, batch.dense(), old=old, correction=correction)
+        return rl.policy_loss(weights, batch.dense(), old=old, correction=correction, return_log_probs=True)
 
-    (value, metrics), gradient = jax.value_and_grad(objective, has_aux=True)(params)
-    dense = rl.log_probs(params, batch.dense()) if loss == "replay" else metrics["log_probs"]
+    (value, (metrics, log_probs)), gradient = jax.value_and_grad(objective, has_aux=True)(params)
+    dense = rl.log_probs(params, batch.dense()) if loss == "replay" else log_probs
     with jax.numpy_dtype_promotion("standard"):  # optax multiplies counts by rates, which strict promotion refuses
         change, state = optimizer.update(gradient, state, params)
-    summary = {"loss": value, "difference": metrics["difference"], "kept": metrics["correction"]["kept"], "dense": dense}
-    return optax.apply_updates(params, change), state, summary
+    return optax.apply_updates(params, change), state, metrics | {"loss": value, "dense": dense}
 
 
-def beyond(difference: Mapping[str, Any]) -> str:
+def beyond(metrics: Mapping[str, Any]) -> str:
     """Which figures of a replay's difference, in nats, are beyond TOLERANCES; empty where it is exact.
 
-    >>> beyond({"p99": 2e-6, "max": 3e-4})
+    >>> beyond({"difference_p99": 2e-6, "difference_max": 3e-4})
     'max is 3e-04 nats, above 1e-04'
     """
-    checked = [(name, float(difference[name]), most) for name, most in TOLERANCES.items()]
+    checked = [(name, float(metrics[f"difference_{name}"]), most) for name, most in TOLERANCES.items()]
     return "; ".join(f"{name} is {value:.0e} nats, above {most:.0e}" for name, value, most in checked if not value <= most)
 
 
@@ -99,14 +98,14 @@ def take_step(course: Course, arm: Arm, seed: int, step: int, rollout: Rollout, 
     with warnings.catch_warnings():  # the report warns once for the run
         warnings.simplefilter("ignore", UserWarning)
         apart = rl.mismatch(np.asarray(metrics["dense"]), np.asarray(batch.sampled), np.asarray(batch.mask))
-    if arm.loss == "replay" and (off := beyond(metrics["difference"])):
+    if arm.loss == "replay" and (off := beyond(metrics)):
         warnings.warn(f"step {step}: replay is not exact: {off}.", stacklevel=2)
     record = {
         "reward": float(rewards.mean()),
         "loss": float(metrics["loss"]),
-        "kept": float(metrics["kept"]),
-        "ratio_p99": float(metrics["difference"]["p99"]),
-        "ratio_max": float(metrics["difference"]["max"]),
+        "kept": float(metrics["correction_kept"]),
+        "ratio_p99": float(metrics["difference_p99"]),
+        "ratio_max": float(metrics["difference_max"]),
         "tokens": int(out.lengths.sum()),
         "seconds": seconds,
         "peak_kv_bytes": out.stats.peak_kv_bytes,

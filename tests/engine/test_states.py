@@ -17,7 +17,7 @@ from jkv.engine.state import empty_state
 from jkv.eviction import Needs
 from jkv.model import decoder
 from jkv.replay.columns import dense_columns
-from jkv.replay.score import sequence_log_probs
+from jkv.replay.score import token_scores
 from jkv.testing import find_copies
 from research.tasks.train import packed_attention
 from tests.support import programs
@@ -122,7 +122,7 @@ def test_gradients_with_and_without_remat_are_the_same():
     settings = jax.tree.map(jnp.asarray, jkv.model.sampling.rows_of([jkv.Sampling()]))
 
     def loss(params, remat):
-        return sequence_log_probs(params, token, columns, settings, False, remat=remat).sum()
+        return token_scores(params, token, columns, settings, remat=remat).log_prob.sum()
 
     with_remat, without = (jax.grad(loss)(MODEL.params, remat) for remat in (True, False))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), with_remat, without)

@@ -12,7 +12,7 @@ import jkv
 from jkv.cache.attention import OPEN_END
 from jkv.model.sampling import PenaltyRows, SamplingRows
 from jkv.replay.columns import Columns
-from jkv.replay.score import UNEMBED_BLOCK, sequence_log_probs
+from jkv.replay.score import UNEMBED_BLOCK, token_scores
 
 PROMPTS = [[5, 1, 9], [3, 7] * 16 + [1]]
 KNOBS = {"max_new_tokens": 64, "page_size": 4, "stop_ids": (), "progress": False, "return_trace": True}
@@ -152,7 +152,7 @@ def test_no_array_is_quadratic_in_the_length_or_holds_all_logits(model, penalise
     wide = model.params.replace(embedding=embedding, config=dataclasses.replace(config, vocab_size=50_000))
 
     def gradient(params, token, columns, settings, start):
-        run = lambda p: sequence_log_probs(p, token, columns, settings, True, start).sum()  # noqa: E731
+        run = lambda p: token_scores(p, token, columns, settings, start).log_prob.sum()  # noqa: E731
         return jax.value_and_grad(run)(params)
 
     text = str(jax.make_jaxpr(gradient)(wide, jax.ShapeDtypeStruct((n, total), jnp.int32), columns, settings, start))

@@ -1,6 +1,7 @@
 """The loss against a loop over tokens, its three ways, its means, and how exact the replay's ratio is."""
 
 import itertools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 
 import jkv
 from jkv.rl import correct, log_probs, make_batch, policy_loss
+from tests.support.checkpoints import dense_logits
 
 ADVANTAGES = np.array([1, -0.5, 0.2, -0.7, 0.4, 0, -1, 0.9], np.float32)
 
@@ -71,10 +73,10 @@ def test_a_mixed_replay_is_corrected_by_the_replay_of_now_over_what_was_sampled(
 
 def test_before_an_update_the_replays_ratio_is_one_within_replays_tolerance(model, batches):
     _, metrics = policy_loss(model, batches[True])
-    assert float(metrics["difference"]["p99"]) <= 1e-5
-    assert float(metrics["difference"]["max"]) <= 1e-4
+    assert float(metrics["difference_p99"]) <= 1e-5
+    assert float(metrics["difference_max"]) <= 1e-4
     _, dense = policy_loss(model, batches[False])
-    assert float(dense["difference"]["max"]) > 0.1
+    assert float(dense["difference_max"]) > 0.1
 
 
 def test_the_gradient_is_that_of_advantage_times_weight_times_log_probability(model, batches):
@@ -121,10 +123,64 @@ def test_a_batch_of_padding_alone_has_no_loss_and_no_gradient(model, batches):
     assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(gradient))
 
 
+def test_metrics_are_a_flat_dictionary_of_scalars_and_log_probabilities_come_if_asked_for(model, batches):
+    loss, metrics = policy_loss(model, batches[True])
+    assert {np.shape(value) for value in metrics.values()} == {()}
+    assert {"clipped", "cut", "entropy", "difference_p99", "difference_max", "correction_kept"} <= metrics.keys()
+    json.dumps({name: float(value) for name, value in metrics.items()})
+    same, (others, log_prob) = policy_loss(model, batches[True], return_log_probs=True)
+    assert (float(same), others.keys()) == (float(loss), metrics.keys())
+    np.testing.assert_array_equal(log_prob, log_probs(model, batches[True]))
+
+
+def test_one_number_clips_as_a_pair_of_it_does(model, batches):
+    moved = jax.tree.map(lambda x: x * 1.05, model.params)
+    one, pair, wider = (policy_loss(moved, batches[True], clip=clip)[0] for clip in (0.1, (0.1, 0.1), (0.1, 0.3)))
+    assert float(one) == float(pair) != float(wider)
+    for pair, words in (((0.28, 0.2), "fall to 0.72 and rise to 1.2"), ((0.8, 1.2), "fall to 0.2 and rise to 2.2")):
+        with pytest.warns(UserWarning, match=words):
+            policy_loss(moved, batches[True], clip=pair)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.7])
+def test_the_entropy_is_that_of_the_distribution_that_tokens_are_drawn_from(model, batches, top_p):
+    batch = batches[False]
+    batch = batch.replace(settings=batch.settings._replace(top_p=jnp.full_like(batch.settings.top_p, top_p)))
+    logits = np.stack([dense_logits(model.params, row) for row in batch.token]).astype(np.float64) / 0.8  # the temperature
+    entropy = np.zeros(batch.token.shape)
+    for i, t in np.argwhere(np.asarray(batch.mask)):
+        p = np.sort(np.exp(logits[i, t - 1] - logits[i, t - 1].max()))[::-1]
+        kept = p[: 1 + np.searchsorted(np.cumsum(p / p.sum()), top_p)]
+        kept = kept / kept.sum()
+        entropy[i, t] = -(kept * np.log(kept)).sum()
+    mean = entropy[np.asarray(batch.mask)].mean()
+    (loss, metrics), gradient = jax.value_and_grad(policy_loss, has_aux=True)(model.params, batch)
+    (bonus, _), pushed = jax.value_and_grad(policy_loss, has_aux=True)(model.params, batch, entropy_bonus=0.5)
+    assert float(metrics["entropy"]) == pytest.approx(mean, rel=1e-4)
+    assert float(bonus) == pytest.approx(float(loss) - 0.5 * mean, rel=1e-4)
+    step = jax.tree.map(lambda p, g, b: p + 0.02 * (g - b), model.params, gradient, pushed)
+    assert float(policy_loss(step, batch)[1]["entropy"]) > mean  # down the bonus's own gradient
+
+
+def test_another_top_p_compiles_no_train_step_again(model):
+    step = jax.jit(jax.value_and_grad(policy_loss, has_aux=True))
+    rollout = jkv.Rollout(model, jkv.r_kv(budget=12, interval=4, window=4), max_prompt_tokens=4, max_new_tokens=24, page_size=4)
+    for sampling in (jkv.Sampling(), jkv.Sampling(top_p=0.9), jkv.Sampling(top_p=0.8, top_k=9, temperature=0.7)):
+        out = rollout([[5, 1, 9]], n=4, sampling=sampling, seed=1, stop_ids=(), return_trace=True, progress=False)
+        (_, metrics), _ = step(model.params, make_batch(out, ADVANTAGES[:4], replay=True))
+        assert float(metrics["difference_max"]) <= 1e-4
+    assert step._cache_size() == 1
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"clip": (1.2, 0.2)}, r"clip must be.*got \(1.2, 0.2\)"),
+        ({"clip": -0.2}, "clip must be.*got -0.2"),
+        ({"clip": 1.2}, "clip must be.*got 1.2. Pass the distances from 1"),
+        ({"clip": float("nan")}, "clip must be.*got nan"),
+        ({"entropy_bonus": float("nan")}, "entropy_bonus must be finite.*got nan"),
+        ({"beta": float("nan")}, "beta, at least 0"),
         ({"mean": "rows"}, "must be one of tokens, sequences; got 'rows'"),
         ({"beta": 0.1}, "no reference. Score it with"),
         ({"correction": "pop"}, "mode must be of"),

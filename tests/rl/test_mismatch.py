@@ -53,6 +53,7 @@ def test_every_figure_is_what_a_loop_over_tokens_gives():
     rows = [np.exp(np.mean((dense - sampled)[i][mask[i]].astype(np.float64))) for i in range(len(mask))]
     np.testing.assert_allclose(found.geometric, rows, rtol=1e-5)
     assert found.as_dict()["8-31/overlap"] == found.buckets["8-31"].overlap
+    assert {np.ndim(value) for value in found.as_dict().values()} == {0}
 
 
 def test_equal_log_probabilities_are_no_mismatch_at_all():

@@ -80,8 +80,7 @@ def test_no_array_holds_the_distributions_of_all_tokens(model):
     settings = SamplingRows(row, row, jax.ShapeDtypeStruct((n,), jnp.int32), row)
     wide = model.params.replace(embedding=jax.ShapeDtypeStruct((vocab, model.config.width), jnp.float32))
     token = jax.ShapeDtypeStruct((n, total), jnp.int32)
-    run = lambda *args: sequence_overlap(*args, truncates=False)  # noqa: E731
-    text = str(jax.make_jaxpr(run)(wide, token, columns, settings))
+    text = str(jax.make_jaxpr(sequence_overlap)(wide, token, columns, settings))
     assert re.search(r"\[2,64,50000\]", text)
     for sizes in re.findall(r"\w+\d+\[([\d,]+)\]", text):
         told = [int(size) for size in sizes.split(",")]

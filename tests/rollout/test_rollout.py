@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import jkv
+from jkv.checkpoints.loading import export
 from jkv.engine import chunk_inputs, programs
 from jkv.model.weight_shapes import init_params
 from jkv.verify import mismatch
@@ -269,7 +271,8 @@ def wrong_weights(params):
         (other, r"differs in rope_theta: \[5\.0\]"),
         (endless, r"params\.final_norm holds NaN"),
         (gone, r"params\.final_norm was donated or deleted"),
-        (params.replace(final_norm=np.asarray(params.final_norm)), r"params\.final_norm is ndarray"),
+        (params.replace(final_norm=np.asarray(params.final_norm, np.float64)), r"params\.final_norm is float64.*, not float32"),
+        (params.replace(final_norm=[1.0]), "missing"),
     ]
 
 
@@ -280,6 +283,47 @@ def test_wrong_weights_are_refused_and_the_old_ones_stay(rollout, model):
             rollout.update(params)
     assert rollout.version == version
     np.testing.assert_array_equal(rollout(PROMPTS[:1], seed=1).tokens, before.tokens)
+
+
+def test_weights_of_any_form_are_taken_and_a_refused_one_loses_nothing(model, other_params, tmp_path):
+    rollout = make_rollout(model, R_KV)
+    before = rollout(PROMPTS[:1], seed=6, stop_ids=())
+    export(other_params, None, tmp_path, dtype="float32")
+    state = load_file(tmp_path / "model.safetensors")
+    rollout.submit(PROMPTS[:1], seed=6, stop_ids=())
+    assert len(rollout.run(max_steps=8).tokens) == 0
+    with pytest.raises(ValueError, match=r"must have model\.norm\.weight; missing"):
+        rollout.update({name: tensor for name, tensor in state.items() if name != "model.norm.weight"})
+    out = rollout.run()
+    np.testing.assert_array_equal(out.tokens, before.tokens)
+    assert (rollout.version, set(out.policy_version[out.mask])) == (0, {0})
+    rollout.update(other_params)
+    expected, compiled = rollout(PROMPTS[:1], seed=6, stop_ids=()), num_programs()
+    for weights in (jax.tree.map(np.array, state), jax.tree.map(np.array, other_params)):
+        rollout.update(model)
+        rollout.update(weights)
+        jax.tree.map(lambda x: x.fill(0), weights)  # the trainer's own, to write into
+        np.testing.assert_array_equal(rollout(PROMPTS[:1], seed=6, stop_ids=()).tokens, expected.tokens)
+    assert num_programs() == compiled
+
+
+@pytest.mark.parametrize(
+    ("lengths", "field", "words"),
+    [
+        (
+            {"max_new_tokens": 10_000},
+            "max_new_tokens",
+            "max_new_tokens must be below the model's .* positions.*got 10,000. Lower",
+        ),
+        ({"max_prompt_tokens": 10_000}, "max_prompt_tokens", "max_prompt_tokens must be below.*got 10,000. Lower it"),
+        ({"max_prompt_tokens": 4_000, "max_new_tokens": 97}, "max_new_tokens", r"together; got 4,000 \+ 97. Lower either"),
+    ],
+    ids=["completion", "prompt", "both"],
+)
+def test_lengths_that_the_model_has_no_positions_for_are_refused_by_their_own_names(model, lengths, field, words):
+    with pytest.raises(jkv.InputError, match=words) as error:
+        jkv.Rollout(model, **lengths)
+    assert error.value.field == field
 
 
 def test_weights_that_a_trainer_donated_are_reported(model):
@@ -503,7 +547,7 @@ def test_settings_out_of_range_are_refused(model):
         "max_new_tokens must be at least 1": {"max_new_tokens": 0},
         "n must be at least 1": {"n": 0},
         r"pad_id must be a token id in \[0, 32\)": {"pad_id": 32},
-        "must fit the model's": {"max_prompt_tokens": 10_000, "max_new_tokens": 10_000},
+        "must fit the model's": {"max_prompt_tokens": 4_000, "max_new_tokens": 4_000},
     }.items():
         with pytest.raises(ValueError, match=match):
             make_rollout(model, **options)

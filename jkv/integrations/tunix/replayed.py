@@ -17,7 +17,7 @@ from jkv.model.params import ModelConfig
 from jkv.model.sharding import HEADS
 from jkv.replay.on_mesh import num_row_shards
 from jkv.rl import Batch, policy_loss
-from jkv.rl.loss import check_settings
+from jkv.rl.loss import parse_clip
 
 MEANS = {"token-mean": "tokens", "sequence-mean-token-mean": "sequences"}  # loss_agg_mode -> mean of `jkv.rl.policy_loss`
 Loss = Callable[[nnx.Module, Any, Any], tuple[Array, dict[str, Array]]]
@@ -49,8 +49,7 @@ def settings_of(config: grpo_learner.GRPOConfig) -> dict[str, Any]:
             rule = f'{name} must be {choices} with loss="replay"; got {given!r}. Set it, or take loss="dense".'
             raise refused(rule, **{name: "unsupported"})
     clip = config.epsilon, getattr(config, "epsilon_high", config.epsilon)
-    check_settings(clip, MEANS[config.loss_agg_mode], None, 0.0, None)
-    return {"clip": clip, "mean": MEANS[config.loss_agg_mode], "beta": config.beta or 0.0}  # DAPO's is None
+    return {"clip": parse_clip(clip), "mean": MEANS[config.loss_agg_mode], "beta": config.beta or 0.0}  # DAPO's is None
 
 
 def renamed(mesh: Mesh) -> Mesh | None:
@@ -79,7 +78,7 @@ def make_loss(shape: ModelConfig, scales: dict[str, float], settings: dict[str, 
         batch, reference = with_rows(batch, reference, -(-len(batch.token) // shards) * shards)
         params = make_params(shape, leaves_of(model), scales)
         value, metrics = policy_loss(params, batch, reference=reference, mesh=mesh, **settings)
-        figures = {f"replay_{name}": value for name, value in metrics["difference"].items()}
+        figures = {f"replay_{name}": metrics[f"difference_{name}"] for name in ("p99", "max")}
         return value, {"kl": metrics.get("kl", jnp.zeros(())), "pg_clipfrac": metrics["clipped"]} | figures
 
     return loss

@@ -119,7 +119,7 @@ def test_fewer_steps_than_were_planned_end_with_an_evaluation(tmp_path):
     ],
 )
 def test_a_replay_beyond_either_tolerance_is_told_by_name(p99, most, said):
-    assert learner.beyond({"p99": p99, "max": most}) == said
+    assert learner.beyond({"difference_p99": p99, "difference_max": most}) == said
 
 
 def test_a_step_warns_of_a_replay_that_is_off(monkeypatch):
