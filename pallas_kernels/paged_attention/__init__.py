@@ -1,4 +1,4 @@
-"""Decode attention of one query position over the pages of each row."""
+"""Decode attention of one query position, or of a few that follow each other, over the pages of each row."""
 
 from collections.abc import Callable
 from typing import Any
@@ -50,7 +50,7 @@ def paged_attention(
     query: Float[Array, "R G H"],
     kv: Numbers,
     page_table: Int[Array, "*L R MP"],
-    length: Int[Array, "*L R"],
+    length: Int[Array, "*L R"] | Int[Array, "*L R T"],
     log_weight: Float[Array, "*L R S"] | None = None,
     layer: Int[Array, ""] | int | None = None,
     *,
@@ -66,6 +66,10 @@ def paged_attention(
     filled, for policies that evict by attention at each step. The pool is `[P, 2, page, H]`: floats, or codes with scales.
     Where these are of rotated vectors, the query is rotated here and the output turned back, once per query head, and
     implementations take a rotated query.
+
+    Rows of T places (a step that appends several tokens) have lengths with one more axis: how many slots the queries of each
+    place read, the most at the last one. Then G counts T times the query heads of a KV head, place after place, and each page
+    is read once for all of them. A query's result does not depend on what the later places read.
 
     With `layer`, tables, lengths and log-weights are those of all layers, and the kernel reads those of this layer in place.
 

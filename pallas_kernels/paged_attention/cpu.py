@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paged_attention.reference import slots_of
+from pallas_kernels.paged_attention.reference import longest, only_own, slots_of
 from pallas_kernels.quantised import Numbers
 
 BLOCK = 128  # slots
@@ -24,7 +24,7 @@ def paged_attention(
     query_RGH: Float[Array, "R G H"],
     kv: Numbers,
     page_table: Int[Array, "R MP"],
-    length: Int[Array, " R"],
+    length: Int[Array, "R *T"],
     log_weight: Float[Array, "R S"] | None,
     with_logits: bool,
 ) -> tuple[Float[Array, "R G H"], Float[Array, "R G"], Float[Array, "R G S"] | None]:
@@ -54,7 +54,7 @@ def attend_group(
     kv: Numbers,
     block_pages: int,
     with_logits: bool,
-    group: tuple[Float[Array, "R G H"], Int[Array, "R MP"], Int[Array, " R"], Float[Array, "R S"] | None],
+    group: tuple[Float[Array, "R G H"], Int[Array, "R MP"], Int[Array, "R *T"], Float[Array, "R S"] | None],
 ) -> tuple[Float[Array, "R G H"], Float[Array, "R G"], Float[Array, "R G S"] | None]:
     """Attends for a group of rows, whose tables are whole blocks."""
     query_RGH, page_table, length, log_weight = group
@@ -66,7 +66,8 @@ def attend_group(
         peak_RG1, total_RG1, out_RGH, *seen = carry
         page = jax.lax.dynamic_slice_in_dim(page_table, block * block_pages, block_pages, axis=1)
         (key_RSH, key_scale_RS), (value_RSH, value_scale_RS) = (slots_of(kv, page, half) for half in (0, 1))
-        is_filled_RS = block * num_slots + offset < length[:, None]
+        slot_S = block * num_slots + offset
+        is_filled_RS = slot_S < longest(length)[:, None]
         logits_RSG = jnp.einsum("rsh,rgh->rsg", key_RSH, query_RGH, preferred_element_type=jnp.float32)
         logits_RGS = jnp.swapaxes(logits_RSG, 1, 2) * head_size**-0.5
         if key_scale_RS is not None:
@@ -75,7 +76,7 @@ def attend_group(
             weight_RS = jax.lax.dynamic_slice_in_dim(log_weight, block * num_slots, num_slots, axis=1)
             logits_RGS = logits_RGS + weight_RS[:, None]
             is_filled_RS &= weight_RS > -jnp.inf
-        logits_RGS = jnp.where(is_filled_RS[:, None], logits_RGS, -jnp.inf)
+        logits_RGS = only_own(jnp.where(is_filled_RS[:, None], logits_RGS, -jnp.inf), slot_S, length)
         seen = [jax.lax.dynamic_update_slice_in_dim(all_RGS, logits_RGS, block * num_slots, axis=2) for all_RGS in seen]
         new_peak_RG1 = jnp.maximum(peak_RG1, jnp.max(logits_RGS, axis=-1, keepdims=True))
         base_RG1 = jnp.where(new_peak_RG1 == -jnp.inf, 0.0, new_peak_RG1)  # the row reads nothing so far

@@ -28,7 +28,8 @@ MOST_BLOCK = 64  # slots of a block
 STAGES = 3  # of the pipeline: a block is in use while two others are on their way, one of them into the tile just read
 RESIDENT = 3  # programs per multiprocessor: with 168 registers per thread no more fit, and they keep 192 KiB on their way
 RESIDENT_OF_GROUPS = 2  # the same for codes of 4 bits, whose unpacking takes up to 242 registers per thread
-LEAST_GROUP = 16  # query heads per product; fewer are padded
+LEAST_GROUP, MOST_GROUP = 16, 32  # queries per product; fewer are padded
+RESIDENT_OF_MOST = 2  # programs per multiprocessor with more than the least
 COMBINED = 16  # pieces that are read at once to be combined
 ROWS_OF_PROGRAM, MOST_PIECES = 2, 8  # whole rows: at least so many for each program, of at most so many pieces
 CLEARED = 1024  # logits of a head that are cleared at once
@@ -44,8 +45,8 @@ def why_not(
         return f"queries and pool must both be float32, bfloat16 or float16; got {query.dtype} and {kv.dtype}"
     if kv.shape[3] % 16 or not 16 <= kv.shape[3] <= 256:
         return f"the head size must be a multiple of 16 up to 256; got {kv.shape[3]}"
-    if query.shape[1] > LEAST_GROUP:
-        return f"a KV head must have at most {LEAST_GROUP} query heads; got {query.shape[1]}"
+    if query.shape[1] > MOST_GROUP:
+        return f"a KV head must have at most {MOST_GROUP} query heads, times the places of a row; got {query.shape[1]}"
     return None
 
 
@@ -60,6 +61,15 @@ def whole_head(head_size: int) -> int:
     return max(16, 1 << (head_size - 1).bit_length())
 
 
+def padded_group(group: int) -> int:
+    """The queries of a product, a power of two.
+
+    >>> padded_group(1), padded_group(16), padded_group(28)
+    (16, 16, 32)
+    """
+    return max(LEAST_GROUP, 1 << (group - 1).bit_length())
+
+
 def block_size(head_size: int, itemsize: int, query_itemsize: int) -> int:
     """Slots per iteration of a program: as many as a tile holds; products take at least 16.
 
@@ -69,7 +79,7 @@ def block_size(head_size: int, itemsize: int, query_itemsize: int) -> int:
     return max(16, min(MOST_BLOCK, TILE_BYTES // (whole_head(head_size) * (4 if query_itemsize == 4 else itemsize))))
 
 
-def shared_bytes(head_size: int, itemsize: int, query_itemsize: int | None = None) -> int:
+def shared_bytes(head_size: int, itemsize: int, query_itemsize: int | None = None, group: int = LEAST_GROUP) -> int:
     """Shared memory of a program, as compiled: two blocks of keys and values, the queries, and rows of the softmax.
 
     Codes of 1 byte have scales of 4 bytes beside them; queries have the itemsize of keys if None. An itemsize of 0 stands for
@@ -82,7 +92,7 @@ def shared_bytes(head_size: int, itemsize: int, query_itemsize: int | None = Non
         moved = block * head * 15 // 2
     if not itemsize:  # the numbers of a block are moved to the threads that multiply them, a half or more at once
         slot, moved = head // 2 + head // 32 * 2, block * head * (1 if query_itemsize == 2 else 6)
-    return (STAGES - 1) * 2 * block * slot + moved + LEAST_GROUP * head * query_itemsize + 2304
+    return (STAGES - 1) * 2 * block * slot + moved + padded_group(group) * head * query_itemsize + 2304
 
 
 def num_pieces(num_slots: int) -> int:
@@ -95,7 +105,7 @@ def paged_attention(
     query: Float[Array, "R G H"],
     kv: Numbers,
     page_table: Int[Array, "*L R MP"],
-    length: Int[Array, "*L R"],
+    length: Int[Array, "*L R"] | Int[Array, "*L R T"],
     log_weight: Float[Array, "*L R S"] | None,
     layer: Int[Array, ""] | int | None = None,
     with_logits: bool = False,
@@ -105,14 +115,16 @@ def paged_attention(
     """See `pallas_kernels.paged_attention`. `programs` changes no result; None is as many as the GPU runs at once."""
     num_rows, group, head_size = query.shape
     num_slots = page_table.shape[-1] * kv.shape[2]
+    if length.ndim < page_table.ndim:
+        length = length[..., None]
     if layer is None:
         page_table, length, log_weight = jax.tree.map(lambda x: x[None], (page_table, length, log_weight))
     layer = jnp.reshape(jnp.int32(0 if layer is None else layer), (1,))
     pieces = num_pieces(num_slots)
     if programs is None:
         item = (0 if is_rotated(kv) else 1) if isinstance(kv, Quantised) else kv.dtype.itemsize
-        resident = RESIDENT_OF_GROUPS if is_rotated(kv) else RESIDENT
-        programs = num_resident(shared_bytes(head_size, item, query.dtype.itemsize), resident)
+        resident = RESIDENT_OF_GROUPS if is_rotated(kv) else RESIDENT if group <= LEAST_GROUP else RESIDENT_OF_MOST
+        programs = num_resident(shared_bytes(head_size, item, query.dtype.itemsize, group), resident)
     of_bytes = isinstance(kv, Quantised) and not is_rotated(kv)
     is_whole = pieces == 1 or (takes_whole_rows(num_rows, pieces, programs) and log_weight is None and not of_bytes)
     programs = num_rows if pieces == 1 else min(programs, num_rows * (1 if is_whole else pieces))
@@ -177,7 +189,7 @@ def attend_share(
     scale_ref, *refs = refs if format is not None else (None, *refs)  # type: ignore[assignment]
     weight_ref, *outputs = refs if is_weighted else (None, *refs)
     program, layer = pl.program_id(0), layer_ref[0]
-    refs = query_ref, kv_ref, scale_ref, table_ref, layer, weight_ref, *outputs
+    refs = query_ref, kv_ref, scale_ref, table_ref, length_ref, layer, weight_ref, *outputs
     num_rows, num_slots = outputs[0].shape[0], table_ref.shape[2] * kv_ref.shape[2]
     block, pieces = block_size(kv_ref.shape[3], kv_ref.dtype.itemsize, query_ref.dtype.itemsize), num_pieces(num_slots)
     length_of = functools.partial(length_in, length_ref, layer, num_slots)
@@ -201,16 +213,16 @@ def attend_share(
 
 
 def length_in(length_ref: Any, layer: Any, num_slots: int, row: Any) -> Any:
-    """The filled slots of a row of a layer, or of an array of rows; 0 beyond the last row."""
-    length = load(length_ref.at[layer, row], mask=row < length_ref.shape[1], other=0)
+    """The slots that the last place of a row of a layer reads, or of each of an array of rows; 0 beyond the last row."""
+    length = load(length_ref.at[layer, row, jnp.int32(length_ref.shape[2] - 1)], mask=row < length_ref.shape[1], other=0)
     return lax.clamp(jnp.zeros_like(length), length, jnp.full_like(length, num_slots))
 
 
 def leave_part(format: Format | None, refs: Any, row: Any, part: Any, result: tuple[Any, Any]) -> None:
     """Writes the log of the denominator and the output of a piece or a row."""
-    part_ref, log_total_ref = refs[6:8]
+    part_ref, log_total_ref = refs[7:9]
     group, head_size = part_ref.shape[2:]
-    head, (log_total_G, outs) = jnp.arange(LEAST_GROUP, dtype=jnp.int32), result
+    head, (log_total_G, outs) = jnp.arange(padded_group(group), dtype=jnp.int32), result
     for channel, out_GH in zip(channels_of(head_size, format), outs, strict=True):
         is_part = (head < group)[:, None] & (channel < head_size)[None]
         store(part_ref.at[row, part, head[:, None], channel[None]], out_GH.astype(part_ref.dtype), mask=is_part)
@@ -223,18 +235,22 @@ def attend_row(format: Format | None, refs: Any, row: Any, length: Any) -> None:
     def add(piece: Any, joined: Any) -> Any:
         return join(joined, *attend_piece(format, refs, row, piece, length))
 
-    start = nothing(LEAST_GROUP, *((LEAST_GROUP, x.size) for x in channels_of(refs[0].shape[2], format)))
+    padded = padded_group(refs[0].shape[1])
+    start = nothing(padded, *((padded, x.size) for x in channels_of(refs[0].shape[2], format)))
     joined = lax.fori_loop(0, lax.div(length + PIECE - 1, PIECE), add, start)
     leave_part(format, refs, row, jnp.int32(0), whole(joined))
 
 
 def attend_piece(format: Format | None, refs: Any, row: Any, piece: Any, length: Any) -> tuple[Any, Any]:
     """For each query head and one piece of a row, the log of the softmax's denominator, and the output in parts of channels."""
-    query_ref, kv_ref, scale_ref, table_ref, layer, weight_ref, _, _, *logits_refs = refs
-    (group, head_size), page_size = query_ref.shape[1:], kv_ref.shape[2]
+    query_ref, kv_ref, scale_ref, table_ref, length_ref, layer, weight_ref, _, _, *logits_refs = refs
+    (group, head_size), page_size, places = query_ref.shape[1:], kv_ref.shape[2], length_ref.shape[2]
+    padded = padded_group(group)
     block = block_size(kv_ref.shape[3], kv_ref.dtype.itemsize, query_ref.dtype.itemsize)
-    head, channels = jnp.arange(LEAST_GROUP, dtype=jnp.int32), channels_of(head_size, format)
-    is_head = head < group
+    head, channels = jnp.arange(padded, dtype=jnp.int32), channels_of(head_size, format)
+    is_head, own_G = head < group, None
+    if places > 1:  # slots that each query reads
+        own_G = load(length_ref.at[layer, row, lax.div(head, group // places)], mask=is_head, other=0)
     precision = lax.Precision.HIGHEST if query_ref.dtype == jnp.float32 else None
     queries = []
     for channel in channels:
@@ -271,6 +287,8 @@ def attend_piece(format: Format | None, refs: Any, row: Any, piece: Any, length:
         if weight_S is not None:
             logits_GS = logits_GS + weight_S[None]
         logits_GS = jnp.where(is_filled_S[None], logits_GS, -jnp.inf)
+        if own_G is not None:
+            logits_GS = jnp.where(slot_S[None] < own_G[:, None], logits_GS, -jnp.inf)
         for logits_ref in logits_refs:
             store(logits_ref.at[row, head[:, None], slot_S[None]], logits_GS, mask=is_head[:, None] & (slot_S < end)[None])
         new_peak_G = jnp.maximum(peak_G, jnp.max(logits_GS, axis=1))
@@ -286,9 +304,9 @@ def attend_piece(format: Format | None, refs: Any, row: Any, piece: Any, length:
 
     start = (
         look_up(begin + jnp.arange(block, dtype=jnp.int32)),
-        jnp.full((LEAST_GROUP,), -jnp.inf, jnp.float32),
-        jnp.zeros((LEAST_GROUP,), jnp.float32),
-        tuple(jnp.zeros((LEAST_GROUP, channel.size), jnp.float32) for channel in channels),
+        jnp.full((padded,), -jnp.inf, jnp.float32),
+        jnp.zeros((padded,), jnp.float32),
+        tuple(jnp.zeros((padded, channel.size), jnp.float32) for channel in channels),
     )
     _, peak_G, total_G, outs = lax.fori_loop(0, lax.div(end - begin + block - 1, block), attend, start)
     outs = tuple(out_GH / jnp.where(total_G == 0, 1.0, total_G)[:, None] for out_GH in outs)
@@ -370,7 +388,10 @@ def clear(logits_ref: Any, length_of: Callable[[Any], Any], program: Any, progra
 def combine_row(part_ref: Any, log_total_ref: Any, length_ref: Any, layer_ref: Any, out_ref: Any, total_ref: Any) -> None:
     """Combines the parts of one row and query head in the order of its pieces; a piece without a slot to read has weight 0."""
     row, head = pl.program_id(0), pl.program_id(1)
-    (_, pieces, _, head_size), length = part_ref.shape, load(length_ref.at[layer_ref[0], row])
+    (_, pieces, _, head_size), length = (
+        part_ref.shape,
+        load(length_ref.at[layer_ref[0], row, jnp.int32(length_ref.shape[2] - 1)]),
+    )
     own = lax.clamp(0, lax.div(length + PIECE - 1, PIECE), pieces)
     channel = jnp.arange(whole_head(head_size), dtype=jnp.int32)
     is_channel = channel < head_size

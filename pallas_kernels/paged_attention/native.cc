@@ -16,12 +16,12 @@ struct Arguments {
   const void* kv;           // [P, 2, page, H], float or codes of 8 bits, or [P, 2, page, H / 2] with two codes of 4 bits in each
   const void* kv_scale;     // null for float; [P, 2, page] float of codes of 8 bits; [P, 2, page, H / 32] float16 of 4
   const int32_t* table;     // [R, MP]
-  const int32_t* length;    // [R]
+  const int32_t* length;    // [R], or [R, T]: slots that the queries of each place read, most those of the last; query g is of place g / (G / T)
   const float* log_weight;  // [R, MP * page], or null
   float* out;               // [R, G, H]
   float* log_total;         // [R, G]
   float* logits;            // [R, G, MP * page], or null
-  int64_t rows, group, size, page, max_pages, num_pages;
+  int64_t rows, group, size, page, max_pages, num_pages, places;
 };
 
 // Scaled products of neighbouring keys with `Heads` of the group's queries.
@@ -133,7 +133,11 @@ struct Codes4 {
 
 template <typename Pool>
 void AttendPages(const Arguments& a, int64_t row, Scratch& memory) {
-  const int64_t slots = a.max_pages * a.page, filled = std::clamp<int64_t>(a.length[row], 0, slots);
+  const int64_t slots = a.max_pages * a.page;
+  const auto own_of = [&](int64_t g) {  // the slots that a query reads
+    return std::clamp<int64_t>(a.length[row * a.places + g / (a.group / a.places)], 0, slots);
+  };
+  const int64_t filled = a.group ? own_of(a.group - 1) : 0;
   const int64_t stride = (filled + kLanes - 1) / kLanes * kLanes;
   const float scale = 1.0f / std::sqrt((float)a.size);
   const float* query = a.query + row * a.group * a.size;
@@ -170,22 +174,25 @@ void AttendPages(const Arguments& a, int64_t row, Scratch& memory) {
   });
   for (int64_t g = 0; g < a.group; ++g) {
     float* mine = scratch.data() + g * stride;
-    for (int64_t slot = 0; weight && slot < filled; ++slot)  // a vacant slot may hold anything
+    const int64_t own = std::min(own_of(g), filled), padded = (own + kLanes - 1) / kLanes * kLanes;
+    for (int64_t slot = 0; weight && slot < own; ++slot)  // a vacant slot may hold anything
       mine[slot] = weight[slot] == kNone ? kNone : mine[slot] + weight[slot];
-    std::fill(mine + filled, mine + stride, kNone);
+    std::fill(mine + own, mine + padded, kNone);
     if (a.logits) {
       float* row_logits = a.logits + (row * a.group + g) * slots;
-      std::fill(std::copy(mine, mine + filled, row_logits), row_logits + slots, kNone);
+      std::fill(std::copy(mine, mine + own, row_logits), row_logits + slots, kNone);
     }
-    a.log_total[row * a.group + g] = Softmax(mine, stride);
+    a.log_total[row * a.group + g] = Softmax(mine, padded);
   }
   float* out = a.out + row * a.group * a.size;
   std::fill(out, out + a.group * a.size, 0.0f);
   each_page(1, [&](const float* value, int64_t first, int64_t count) {
     for (int64_t begin = 0, end; begin < count; begin = end + 1) {  // the slots between two vacant ones
       for (end = begin; end < count && !(weight && weight[first + end] == kNone); ++end) {}
-      for (int64_t g = 0; g < a.group; ++g)
-        AddValues(value + begin * a.size, end - begin, scratch.data() + g * stride + first + begin, a.size, out + g * a.size);
+      for (int64_t g = 0; g < a.group; ++g) {  // a query's sums are those of a row that ends where it ends
+        const int64_t until = std::min(end, own_of(g) - first);
+        AddValues(value + begin * a.size, std::max<int64_t>(until - begin, 0), scratch.data() + g * stride + first + begin, a.size, out + g * a.size);
+      }
     }
   });
 }
@@ -198,6 +205,9 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query, ffi::AnyBuf
     return ffi::Error::InvalidArgument("paged_attention: query, kv and page table must have 3, 4 and 2 axes; got " + Text(of_query) + ", " +
                                        Text(of_kv) + " and " + Text(of_table));
   const int64_t rows = of_query[0], group = of_query[1], size = of_query[2], page = of_kv[2], slots = of_table[1] * page;
+  const Shape of_length = length.dimensions();
+  const int64_t places = of_length.size() == 2 ? of_length[1] : 1;
+  const std::vector<int64_t> lengths = of_length.size() == 2 ? std::vector<int64_t>{rows, places} : std::vector<int64_t>{rows};
   const bool is_weighted = log_weight.element_count(), has_logits = logits->element_count();
   const bool is_int8 = kv.element_type() == ffi::DataType::S8, is_uint8 = kv.element_type() == ffi::DataType::U8;
   const bool is_4 = is_uint8 && kv_scale.element_type() == ffi::DataType::U16, is_8 = is_int8 || (is_uint8 && !is_4);
@@ -212,9 +222,10 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query, ffi::AnyBuf
   if (!is_8 && !is_4 && kv.element_type() != ffi::DataType::F32) error = "kv must hold float32, int8, or uint8 of floats or of two codes of 4 bits";
   if (!is_4 && kv_scale.element_type() != ffi::DataType::F32) error = "scales must be float32, or uint16 of codes of 4 bits";
   if (of_kv[0] < 1) error = "kv must have a page; got " + Text(of_kv);
+  if (places < 1 || group % places) error = "the places of lengths must divide the queries of a row; got " + Text(of_length);
   if (!error.empty() || !Fits("kv", of_kv, {of_kv[0], 2, page, numbers}, error) ||
       !Fits("scales", kv_scale.dimensions(), scales, error) ||
-      !Fits("page table", of_table, {rows, of_table[1]}, error) || !Fits("lengths", length.dimensions(), {rows}, error) ||
+      !Fits("page table", of_table, {rows, of_table[1]}, error) || !Fits("lengths", of_length, lengths, error) ||
       !Fits("log-weights", log_weight.dimensions(), {rows, is_weighted ? slots : 0}, error) ||
       !Fits("the output", out->dimensions(), {rows, group, size}, error) ||
       !Fits("the log-totals", log_total->dimensions(), {rows, group}, error) ||
@@ -223,7 +234,7 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query, ffi::AnyBuf
   const Arguments arguments = {query.typed_data(), kv.untyped_data(), is_8 || is_4 ? kv_scale.untyped_data() : nullptr,
                                table.typed_data(), length.typed_data(), is_weighted ? log_weight.typed_data() : nullptr,
                                out->typed_data(), log_total->typed_data(), has_logits ? logits->typed_data() : nullptr,
-                               rows, group, size, page, of_table[1], of_kv[0]};
+                               rows, group, size, page, of_table[1], of_kv[0], places};
   const auto attend = is_int8 ? AttendPages<Codes8> : is_8 ? AttendPages<CodesFloat8> : is_4 ? AttendPages<Codes4> : AttendPages<Floats>;
   return ForEachRow<Arguments>(pool, "paged_attention", arguments, attend);
 }

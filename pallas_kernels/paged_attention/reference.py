@@ -13,7 +13,7 @@ def paged_attention(
     query_RGH: Float[Array, "R G H"],
     kv: Numbers,
     page_table: Int[Array, "R MP"],
-    length: Int[Array, " R"],
+    length: Int[Array, "R *T"],
     log_weight: Float[Array, "R S"] | None,
     with_logits: bool,
 ) -> tuple[Float[Array, "R G H"], Float[Array, "R G"], Float[Array, "R G S"] | None]:
@@ -21,7 +21,8 @@ def paged_attention(
     max_pages = page_table.shape[1]
     num_slots, head_size = max_pages * kv.shape[2], kv.shape[3]
     (key_RSH, key_scale_RS), (value_RSH, value_scale_RS) = (slots_of(kv, page_table, half) for half in (0, 1))
-    is_filled_RS = jnp.arange(num_slots, dtype=length.dtype) < length[:, None]
+    slot_S = jnp.arange(num_slots, dtype=length.dtype)
+    is_filled_RS = slot_S < longest(length)[:, None]
     if log_weight is not None:
         is_filled_RS &= log_weight > -jnp.inf
 
@@ -31,6 +32,7 @@ def paged_attention(
     if log_weight is not None:
         logits_RGS = logits_RGS + log_weight[:, None]
     logits_RGS = jnp.where(is_filled_RS[:, None], logits_RGS, -jnp.inf)
+    logits_RGS = only_own(logits_RGS, slot_S, length)
     peak_RG1 = jnp.max(logits_RGS, axis=-1, keepdims=True)
     peak_RG1 = jnp.where(peak_RG1 == -jnp.inf, 0.0, peak_RG1)  # the row reads nothing
     weight_RGS = jnp.exp(logits_RGS - peak_RG1)
@@ -43,6 +45,19 @@ def paged_attention(
     out_RGH = out_RGH / jnp.where(total_RG == 0, 1.0, total_RG)[..., None]
     log_total_RG = jnp.log(total_RG) + peak_RG1[..., 0]
     return out_RGH.astype(query_RGH.dtype), log_total_RG, logits_RGS if with_logits else None
+
+
+def longest(length: Int[Array, "R *T"]) -> Int[Array, " R"]:
+    """The slots that a row's last place reads."""
+    return length if length.ndim == 1 else length[:, -1]
+
+
+def only_own(logits: Float[Array, "R G S"], slot: Int[Array, " S"], length: Int[Array, "R *T"]) -> Float[Array, "R G S"]:
+    """Logits of slots, `-inf` for the queries of earlier places, which do not read them; the argument where rows have one place."""
+    if length.ndim == 1:
+        return logits
+    length_RG = jnp.repeat(length, logits.shape[1] // length.shape[1], axis=1)
+    return jnp.where(slot < length_RG[..., None], logits, -jnp.inf)
 
 
 def slots_of(

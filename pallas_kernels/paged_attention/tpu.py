@@ -46,7 +46,7 @@ def why_not(query: Any, kv: Any, page_table: Any, length: Any, log_weight: Any, 
         return f"the head size or the page size must be a multiple of {LANES}; got {head_size} and {page_size}"
     if head_size % tile or page_size % tile:
         return f"heads and pages of {stored(kv).dtype} must be multiples of {tile}; got {head_size} and {page_size}"
-    smem, vmem = memory(query, kv, max_pages, log_weight is not None, with_logits)
+    smem, vmem = memory(query, kv, max_pages, log_weight is not None, with_logits, length.size // len(length))
     if smem > MOST_SMEM:
         return f"lengths, and the tables of {ROWS} rows four times, must take at most {MOST_SMEM} bytes; got {smem}"
     if vmem > MOST_VMEM:
@@ -60,7 +60,7 @@ def pages_of_block(kv: Any, max_pages: int) -> int:
     return max(1, min(BLOCK // page_size, BLOCK_BYTES // page_bytes, max_pages))
 
 
-def memory(query: Any, kv: Any, max_pages: int, is_weighted: bool, with_logits: bool) -> tuple[int, int]:
+def memory(query: Any, kv: Any, max_pages: int, is_weighted: bool, with_logits: bool, places: int = 1) -> tuple[int, int]:
     """Bytes of scalar and of vector memory; the inputs and outputs of a grid step are double-buffered."""
     (num_rows, group, head_size), page_size, itemsize = query.shape, kv.shape[2], kv.dtype.itemsize
     block_pages = pages_of_block(kv, max_pages)
@@ -72,7 +72,7 @@ def memory(query: Any, kv: Any, max_pages: int, is_weighted: bool, with_logits: 
     scale_rows = 16 if is_rotated(kv) else len(scales_of(kv))  # those of groups fill a tile
     numbers = stored(kv).shape[3] * stored(kv).dtype.itemsize
     buffers = 4 * block_pages * page_size * (numbers + 4 * scale_rows)
-    smem = 4 * (num_rows + -num_rows % ROWS) + 4 * ROWS * 4 * blocks * block_pages
+    smem = 4 * (num_rows + -num_rows % ROWS) * places + 4 * ROWS * 4 * blocks * block_pages
     return smem, 2 * ROWS * row + buffers
 
 
@@ -81,14 +81,14 @@ def paged_attention(
     query: Float[Array, "R G H"],
     kv: Numbers,
     page_table: Int[Array, "R MP"],
-    length: Int[Array, " R"],
+    length: Int[Array, "R *T"],
     log_weight: Float[Array, "R S"] | None,
     with_logits: bool,
     interpret: Any = False,
 ) -> tuple[Float[Array, "R G H"], Float[Array, "R G"], Float[Array, "R G S"] | None]:
     """See `pallas_kernels.paged_attention`."""
     (num_rows, group, head_size), page_size, max_pages = query.shape, kv.shape[2], page_table.shape[1]
-    block_pages = pages_of_block(kv, max_pages)
+    block_pages, places = pages_of_block(kv, max_pages), length.size // num_rows
     padded_rows, padded_pages = num_rows + -num_rows % ROWS, max_pages + -max_pages % block_pages
     padded_group, num_slots = group + -group % SUBLANES, padded_pages * page_size
     pool, scales = stored(kv), scales_of(kv)
@@ -119,7 +119,7 @@ def paged_attention(
     if with_logits:
         shapes.append(((padded_group, num_slots), jnp.float32))
     outs = pl.pallas_call(
-        functools.partial(attend_rows, grid.steps, is_transposed, format, log_weight is not None),
+        functools.partial(attend_rows, grid.steps, is_transposed, format, log_weight is not None, (places, group // places)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=tuple(grid),
@@ -132,7 +132,7 @@ def paged_attention(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), disable_bounds_checks=True),
         interpret=interpret,
         name="paged_attention",
-    )(pad(length, padded_rows), *inputs)
+    )(pad(length.reshape(num_rows, places), padded_rows, places).reshape(-1), *inputs)
     out, log_total = outs[0][:num_rows, :group], outs[1][:num_rows, :group, 0]
     out = nibbles.restored(out) if is_rotated(kv) else out
     return out, log_total, outs[2][:num_rows, :group, : max_pages * page_size] if with_logits else None
@@ -143,6 +143,7 @@ def attend_rows(
     is_transposed: bool,
     format: Format | None,
     is_weighted: bool,
+    places_and_heads: tuple[int, int],
     # inputs
     length_smem_ref: Any,
     table_smem_ref: Any,
@@ -151,7 +152,7 @@ def attend_rows(
     kv_hbm_ref: Any,
     *refs: Any,
 ) -> None:
-    """Attends for eight rows. Scales and log-weights (inputs), the logits (an output) and a buffer of scales are optional."""
+    """Attends for eight rows, whose queries are of several places, with some heads each. Scales and log-weights (inputs), the logits (an output) and a buffer of scales are optional."""
     is_quantised, group_size = format is not None, None if format is None else format.group
     may_be_nan = format is not None and jnp.issubdtype(format.meant, jnp.floating)  # a code of a slot that is not read
     *others, semaphores, which_smem_ref = refs
@@ -169,9 +170,15 @@ def attend_rows(
         preferred_element_type=jnp.float32,
     )
 
+    places, heads_of_place = places_and_heads
+
+    def length_of(row: Any, place: int = places - 1) -> Any:
+        """Slots that the queries of a place read; most those of the last one."""
+        return length_smem_ref[row * places + place]
+
     def num_pages_of(row: Any, index: Any) -> Any:
         """Pages of a row's block that hold a filled slot."""
-        num_pages = lax.div(length_smem_ref[row] + page_size - 1, page_size) - index * block_pages
+        num_pages = lax.div(length_of(row) + page_size - 1, page_size) - index * block_pages
         return lax.clamp(0, num_pages, block_pages)
 
     fetch = fetch_of(steps, (table_smem_ref, next_table_smem_ref), fetched, semaphores, num_pages_of)
@@ -216,10 +223,15 @@ def attend_rows(
 
     def attend_row(local_row: Any, which: Any) -> Any:
         row = fetch.first_row + local_row
-        length = length_smem_ref[row]
+        length, own_G1 = length_of(row), None
         num_blocks = lax.max(lax.div(length + block - 1, block), 1)
         query_GH = query_vmem_ref[local_row]
         query_QH = query_GH if group_size is None else nibbles.spread(query_GH, group_size)
+        if places > 1:
+            place_G1 = lax.div(lax.broadcasted_iota(jnp.int32, (query_GH.shape[0], 1), 0), heads_of_place)
+            own_G1 = jnp.zeros_like(place_G1)  # slots that each query reads
+            for place in range(places):
+                own_G1 = jnp.where(place_G1 == place, length_of(row, place), own_G1)
         for logits_ref in logits_refs:
             logits_ref[local_row] = jnp.full(logits_ref.shape[1:], -jnp.inf, jnp.float32)
 
@@ -247,6 +259,9 @@ def attend_rows(
                     is_read = (weight_1S if is_transposed else weight_1S.reshape(block, 1)) > -jnp.inf
                     value = jnp.where(is_read, value, jnp.zeros_like(value))
             logits_GS = jnp.where(is_filled_1S, logits_GS, -jnp.inf)
+            if own_G1 is not None:
+                slot_GS = index * block + lax.broadcasted_iota(jnp.int32, logits_GS.shape, 1)
+                logits_GS = jnp.where(slot_GS < own_G1, logits_GS, -jnp.inf)
             for logits_ref in logits_refs:
                 logits_ref[local_row, :, pl.ds(index * block, block)] = logits_GS
             new_peak_G1 = jnp.maximum(peak_G1, jnp.max(logits_GS, axis=1, keepdims=True))

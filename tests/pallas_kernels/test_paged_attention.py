@@ -157,6 +157,30 @@ def test_pages_may_appear_in_several_tables_and_twice_in_one(paged_attention, dt
 
 
 @DTYPES
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+def test_queries_of_several_places_read_what_is_filled_at_their_place(paged_attention, dtype, weighted):
+    lengths, num_slots = np.asarray([[5, 6, 7], [18, 19, 20], [13, 13, 13], [1, 2, 2], [0, 0, 0]], np.int32), 20
+    query, kv, page_table, _ = random_case(lengths[:, -1], 6, 8, 4, 5, dtype)
+    weight = None
+    if weighted:
+        weight = np.log(np.random.default_rng(1).integers(1, 6, size=(5, num_slots)))
+        weight[:, ::3] = -np.inf
+        weight[np.arange(num_slots) >= lengths[:, -1:]] = np.nan
+        weight = jnp.asarray(weight, jnp.float32)
+    out, log_total, logits = paged_attention(query, kv, page_table, jnp.asarray(lengths), weight, with_logits=True)
+    for place in range(3):
+        own = slice(2 * place, 2 * place + 2)
+        expected = by_hand(query[:, own], kv, page_table, lengths[:, place], weight)
+        atol = 2e-5 if dtype == jnp.float32 else 4e-2
+        for got, wanted in zip((out, log_total, logits), expected, strict=True):
+            np.testing.assert_allclose(np.asarray(got[:, own], np.float64), wanted, atol=atol, rtol=0)
+    fewer = jnp.asarray(np.minimum(lengths, lengths[:, :1]))  # only the first place's token is new
+    first = paged_attention(query, kv, page_table, fewer, weight, with_logits=True)
+    for x, y in zip(first, (out, log_total, logits), strict=True):
+        np.testing.assert_array_equal(x[:, :2], y[:, :2])
+
+
+@DTYPES
 def test_log_weights_are_added_to_the_logits_and_minus_infinity_is_a_vacant_slot(paged_attention, dtype):
     lengths = [7, 20, 13, 1, 0]
     args = random_case(lengths, 2, 8, 4, 5, dtype)
@@ -285,8 +309,8 @@ def test_what_a_kernel_cannot_take_is_named():
     args = random_case([7, 20], 2, 8, 4, 5, jnp.float32)
     assert "head size or the page size must be a multiple of 128; got 8 and 4" in tpu.why_not(*args, None)
     assert "multiple of 16 up to 256; got 8" in gpu.why_not(*args, None)
-    query, kv, page_table, length = random_case([3], 17, 128, 16, 1, jnp.float32)
-    assert "at most 16 query heads; got 17" in gpu.why_not(query, kv, page_table, length, None)
+    query, kv, page_table, length = random_case([3], 33, 128, 16, 1, jnp.float32)
+    assert "at most 32 query heads, times the places of a row; got 33" in gpu.why_not(query, kv, page_table, length, None)
     assert "heads and pages of bfloat16 must be multiples of 16; got 128 and 8" in tpu.why_not(
         query.astype(jnp.bfloat16), kv[:, :, :8].astype(jnp.bfloat16), page_table, length, None
     )
