@@ -24,7 +24,7 @@ def paged_attention(
     query_RGH: Float[Array, "R G H"],
     kv: Numbers,
     page_table: Int[Array, "R MP"],
-    length: Int[Array, "R *T"],
+    length: Int[Array, " R"] | Int[Array, "R T"],
     log_weight: Float[Array, "R S"] | None,
     with_logits: bool,
 ) -> tuple[Float[Array, "R G H"], Float[Array, "R G"], Float[Array, "R G S"] | None]:
@@ -54,7 +54,7 @@ def attend_group(
     kv: Numbers,
     block_pages: int,
     with_logits: bool,
-    group: tuple[Float[Array, "R G H"], Int[Array, "R MP"], Int[Array, "R *T"], Float[Array, "R S"] | None],
+    group: tuple[Float[Array, "R G H"], Int[Array, "R MP"], Int[Array, " R"] | Int[Array, "R T"], Float[Array, "R S"] | None],
 ) -> tuple[Float[Array, "R G H"], Float[Array, "R G"], Float[Array, "R G S"] | None]:
     """Attends for a group of rows, whose tables are whole blocks."""
     query_RGH, page_table, length, log_weight = group

@@ -13,7 +13,7 @@ def paged_attention(
     query_RGH: Float[Array, "R G H"],
     kv: Numbers,
     page_table: Int[Array, "R MP"],
-    length: Int[Array, "R *T"],
+    length: Int[Array, " R"] | Int[Array, "R T"],
     log_weight: Float[Array, "R S"] | None,
     with_logits: bool,
 ) -> tuple[Float[Array, "R G H"], Float[Array, "R G"], Float[Array, "R G S"] | None]:
@@ -47,12 +47,14 @@ def paged_attention(
     return out_RGH.astype(query_RGH.dtype), log_total_RG, logits_RGS if with_logits else None
 
 
-def longest(length: Int[Array, "R *T"]) -> Int[Array, " R"]:
+def longest(length: Int[Array, " R"] | Int[Array, "R T"]) -> Int[Array, " R"]:
     """The slots that a row's last place reads."""
     return length if length.ndim == 1 else length[:, -1]
 
 
-def only_own(logits: Float[Array, "R G S"], slot: Int[Array, " S"], length: Int[Array, "R *T"]) -> Float[Array, "R G S"]:
+def only_own(
+    logits: Float[Array, "R G S"], slot: Int[Array, " S"], length: Int[Array, " R"] | Int[Array, "R T"]
+) -> Float[Array, "R G S"]:
     """Logits of slots, `-inf` for the queries of earlier places, which do not read them; the argument where rows have one place."""
     if length.ndim == 1:
         return logits

@@ -81,7 +81,7 @@ def paged_attention(
     query: Float[Array, "R G H"],
     kv: Numbers,
     page_table: Int[Array, "R MP"],
-    length: Int[Array, "R *T"],
+    length: Int[Array, " R"] | Int[Array, "R T"],
     log_weight: Float[Array, "R S"] | None,
     with_logits: bool,
     interpret: Any = False,
