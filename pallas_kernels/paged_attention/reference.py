@@ -55,7 +55,7 @@ def longest(length: Int[Array, " R"] | Int[Array, "R T"]) -> Int[Array, " R"]:
 def only_own(
     logits: Float[Array, "R G S"], slot: Int[Array, " S"], length: Int[Array, " R"] | Int[Array, "R T"]
 ) -> Float[Array, "R G S"]:
-    """Logits of slots, `-inf` for the queries of earlier places, which do not read them; the argument where rows have one place."""
+    """Logits of slots, with `-inf` where a query is of an earlier place, which does not read the slot."""
     if length.ndim == 1:
         return logits
     length_RG = jnp.repeat(length, logits.shape[1] // length.shape[1], axis=1)

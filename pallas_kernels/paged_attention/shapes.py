@@ -18,7 +18,7 @@ CASES = (
 
 
 def arguments(model: ModelShape, workload: Workload, *, weighted: bool = False, places: int = 1) -> tuple[Any, ...]:
-    """Shapes of the query, pool, page table, lengths (of each of several places) and, if `weighted`, log-weights of every row."""
+    """Shapes of the query, pool, page table, lengths (of each place) and, if `weighted`, log-weights of every row."""
     rows, max_pages = workload.num_rows(model), workload.max_pages()
     log_weight: jax.ShapeDtypeStruct | None = None
     if weighted:

@@ -152,7 +152,10 @@ def attend_rows(
     kv_hbm_ref: Any,
     *refs: Any,
 ) -> None:
-    """Attends for eight rows, whose queries are of several places, with some heads each. Scales and log-weights (inputs), the logits (an output) and a buffer of scales are optional."""
+    """Attends for eight rows, whose queries are of several places, with some heads each.
+
+    Scales and log-weights (inputs), the logits (an output) and a buffer of scales are optional.
+    """
     is_quantised, group_size = format is not None, None if format is None else format.group
     may_be_nan = format is not None and jnp.issubdtype(format.meant, jnp.floating)  # a code of a slot that is not read
     *others, semaphores, which_smem_ref = refs
