@@ -30,6 +30,7 @@ from jkv.analysis.recall import Recall, recall
 from jkv.checkpoints.loading import load
 from jkv.checkpoints.saved_weights import restore, save
 from jkv.checkpoints.state_dicts import params_from
+from jkv.engine.drafters import ngram
 from jkv.engine.engine import Engine
 from jkv.engine.kept_rows import Transcript
 from jkv.engine.options import EngineOptions
@@ -129,6 +130,7 @@ __all__ = [
     "generate",
     "join_weights",
     "load",
+    "ngram",
     "params_from",
     "plan",
     "published",

@@ -62,13 +62,16 @@ class Cache(NamedTuple):
 
 
 class DecodeAttention(NamedTuple):
-    """Attention of each row's next token (T = 1) to the row's pages."""
+    """Attention of each row's next tokens to the row's pages: one, or one at each of T places, of which some may be void.
+
+    Rules, reads and moved sinks are for one place.
+    """
 
     address: Int[Array, "L B K T"]
-    length: Int[Array, "L B K"]  # filled slots, the new ones included
-    position: Int[Array, " B"]
-    cos: Float[Array, "B half"]  # of the new token's rotation
-    sin: Float[Array, "B half"]
+    length: Int[Array, "L B K"] | Int[Array, "L B K T"]  # filled slots, the new ones included; of several places, up to each
+    position: Int[Array, " B"]  # of the first place
+    cos: Float[Array, "BT half"]  # of the new tokens' rotations, place after place of each row
+    sin: Float[Array, "BT half"]
     rules: StepRules | None  # None if no policy needs the accumulated mass or evicts inside steps
     reads: ReadRules | None  # None if every policy reads all pages
     sinks: SinkRules | None  # None if no policy moves its sinks
@@ -87,18 +90,17 @@ class DecodeAttention(NamedTuple):
         is_stored: bool = False,
     ) -> tuple[Float[Array, "B T N H"], Cache]:
         """`jkv.model.decoder.Attend`, which rotates queries and keys."""
-        batch, _, num_heads, head_size = query.shape
+        batch, places, num_heads, head_size = query.shape
+        pool, ring = cache.pool, cache.query_ring
         if is_stored:
-            pool, query, ring = (
-                cache.pool,
-                decoder.rotate(query, *(x[:, None] for x in self.turn(layer)))[:, 0],
-                cache.query_ring,
-            )
+            query = decoder.rotate(query, *(x.reshape(batch, places, -1) for x in self.turn(layer)))
         else:
-            pool, query, ring = self.append(layer, query[:, 0], key[:, 0], value[:, 0], cache)
-        num_layers, rows = len(self.length), batch * key.shape[2]
-        query_RGH = query.reshape(rows, -1, head_size)
-        page_table, length = pool.page_table.reshape(num_layers, rows, -1), self.length.reshape(num_layers, rows)
+            pool, query, ring = self.append(layer, query, key, value, cache)
+        num_layers, num_kv_heads = len(self.length), key.shape[2]
+        rows = batch * num_kv_heads
+        query_RGH = jnp.swapaxes(query.reshape(batch, places, num_kv_heads, -1), 1, 2).reshape(rows, -1, head_size)
+        page_table = pool.page_table.reshape(num_layers, rows, -1)
+        length = self.length.reshape(num_layers, rows, *self.length.shape[3:])
         log_weight = pool.slot_data.get(pages.LOG_WEIGHT)
         log_weight = None if log_weight is None else log_weight.reshape(num_layers, rows, -1)
         of_layer: int | None = layer  # the kernel reads the tables of all layers in place
@@ -124,14 +126,15 @@ class DecodeAttention(NamedTuple):
         if self.sinks is not None:
             turned = query_RGH
             if layer not in self.unrotated:
-                turned = decoder.rotate(query[:, None], self.sinks.cos, self.sinks.sin).reshape(query_RGH.shape)
+                turned = decoder.rotate(query, self.sinks.cos, self.sinks.sin).reshape(query_RGH.shape)
             first_pages = page_table[:, : pages.num_pages_of(MOST_SINKS, pool.page_size)]
             num_sinks = jnp.minimum(length, jnp.repeat(self.sinks.num_sinks, key.shape[2]))
             sinks_out, sinks_total, _ = kernels.paged_attention(turned, pool.kv, first_pages, num_sinks)
             out = merge((out, sinks_out), (log_total, sinks_total))
             log_total = log_total if sink is None else jnp.logaddexp(log_total, sinks_total)
         if sink is not None:  # from here on the probabilities are those with the sink, the accumulated mass of H2O and TOVA too
-            out, log_total = add_sink(out, log_total, sink_of_rows(sink, batch, key.shape[2]))
+            of_places = jnp.tile(sink_of_rows(sink, batch, num_kv_heads), (1, places))
+            out, log_total = add_sink(out, log_total, of_places)
         victim = cache.victim
         if self.rules is not None and not is_stored:  # the slots are of the layer that stored them, and so is their mass
             assert logits is not None
@@ -150,31 +153,42 @@ class DecodeAttention(NamedTuple):
             pool = pool.replace(slot_data=pool.slot_data | {"mass": pool.slot_data["mass"].at[layer].set(mass)})
             victim = victim.at[layer].set(slot)
         cache = cache._replace(pool=pool, query_ring=ring, victim=victim, is_read=is_read, choice=choice)
-        return out.reshape(batch, 1, num_heads, head_size), cache
+        out = jnp.swapaxes(out.reshape(batch, num_kv_heads, places, -1), 1, 2)
+        return out.reshape(batch, places, num_heads, head_size), cache
 
-    def turn(self, layer: int) -> tuple[Float[Array, "B half"], Float[Array, "B half"]]:
+    def turn(self, layer: int) -> tuple[Float[Array, "BT half"], Float[Array, "BT half"]]:
         """The rotation of new queries and keys in a layer."""
         return turn_in(layer, self.cos, self.sin, self.unrotated)
 
     def append(
-        self, layer: int, query: Float[Array, "B N H"], key: Float[Array, "B K H"], value: Float[Array, "B K H"], cache: Cache
-    ) -> tuple[Pool, Float[Array, "B N H"], Float[Array, "L B W N H"] | None]:
-        """The pool with each row's new token, the rotated queries, and the ring with them."""
-        pool, ring = cache.pool, cache.query_ring
+        self,
+        layer: int,
+        query: Float[Array, "B T N H"],
+        key: Float[Array, "B T K H"],
+        value: Float[Array, "B T K H"],
+        cache: Cache,
+    ) -> tuple[Pool, Float[Array, "B T N H"], Float[Array, "L B W N H"] | None]:
+        """The pool with each row's new tokens, the rotated queries, and the ring with them."""
+        pool, ring, (batch, places, num_heads, head_size) = cache.pool, cache.query_ring, query.shape
         ring_at = flat_ring = None
         if ring is not None:
             num_rows, window = ring.shape[1:3]
-            ring_at = (layer * num_rows + jnp.arange(num_rows, dtype=jnp.int32)) * window + self.position % window
+            position = self.position[:, None] + jnp.arange(places, dtype=jnp.int32)
+            first = (layer * num_rows + jnp.arange(num_rows, dtype=jnp.int32)) * window
+            ring_at = (first[:, None] + position % window).reshape(-1)
             flat_ring = ring.reshape(-1, *ring.shape[3:])
         # XLA computes the three in one product; concatenated without their heads, they are its result, which is not copied.
-        flat = jnp.concatenate([x.reshape(len(x), -1) for x in (query, key, value)], axis=1)
-        projected, address = flat.reshape(len(flat), -1, query.shape[-1]), self.address[..., 0]
-        turn = self.turn(layer)
-        kv, query, flat_ring = kernels.rotate_append(pool.kv, projected, *turn, address, flat_ring, ring_at, layer)
+        flat = jnp.concatenate([x.reshape(batch * places, -1) for x in (query, key, value)], axis=1)
+        projected, turn = flat.reshape(batch * places, -1, head_size), self.turn(layer)
+        address = jnp.swapaxes(self.address, 2, 3).reshape(len(self.address), batch * places, -1)
+        kv, rotated, flat_ring = kernels.rotate_append(
+            pool.kv, projected, *turn, address, flat_ring, ring_at, layer, places=places
+        )
         pool = pool.replace(kv=kv)
         if pool.bounds is not None:
-            pool = pages.widen_bounds(pool, address[layer], decoder.rotate(key, *turn))
-        return pool, query, None if ring is None or flat_ring is None else flat_ring.reshape(ring.shape)
+            pool = pages.widen_bounds(pool, address[layer], decoder.rotate(key[:, 0], *turn))
+        ring = None if ring is None or flat_ring is None else flat_ring.reshape(ring.shape)
+        return pool, rotated.reshape(batch, places, num_heads, head_size), ring
 
     def choose(
         self, layer: int, query: Float[Array, "R G H"], pool: Pool, page_table: Int[Array, "R MP"], length: Int[Array, " R"]

@@ -195,6 +195,21 @@ def reserve(pool: Pool, row: Int[Array, " R"], num_new: Int[Array, " R"], max_ne
     return pool.replace(page_table=table, position=position, bounds=bounds), address
 
 
+def give_back(pool: Pool, row: Int[Array, " R"], num_unused: Int[Array, " R"], max_unused: int) -> Pool:
+    """Frees the pages of reserved tokens that never came: the last `num_unused`, at most `max_unused`, of each `row`.
+
+    The lengths are advanced by the others already, and the rows have no vacant slot.
+    """
+    length, max_pages = pool.length[:, row], pool.page_table.shape[3]
+    first, last = num_pages_of(length, pool.page_size), num_pages_of(length + num_unused[None, :, None], pool.page_size)
+    index = first[..., None] + jnp.arange(num_pages_of(max_unused, pool.page_size), dtype=jnp.int32)
+    layer, _, head = jnp.indices(length.shape, dtype=jnp.int32, sparse=True)
+    where = (layer[..., None], row[None, :, None, None], head[..., None], jnp.where(index < last[..., None], index, max_pages))
+    page = pool.page_table.at[where].get(mode="fill", fill_value=NULL_PAGE)
+    pool = drop_references(pool, page, page != NULL_PAGE)
+    return pool.replace(page_table=pool.page_table.at[where].set(NULL_PAGE, mode="drop"))
+
+
 def num_growing(pool: Pool, row: Int[Array, " R"], num_new: Int[Array, " R"]) -> Int[Array, "L R K"]:
     """The slots that `num_new` tokens add to each layer and KV head. A token that fills a vacant slot adds none."""
     growing = jnp.broadcast_to(num_new[None, :, None], (pool.length.shape[0], *row.shape, pool.length.shape[2]))

@@ -1,6 +1,7 @@
 """The ring of each row's last queries, which scores read: the query of position p is at p % W.
 
-A decode step writes a query for every row of the batch, also for one that does not run: over its oldest.
+A decode step writes a query for every row of the batch, also for one that does not run: over its oldest. A step of T places
+writes T. So an engine with such steps has a ring of W + T queries, and what it writes is older than the last W.
 """
 
 import jax.numpy as jnp

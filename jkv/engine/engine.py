@@ -31,7 +31,7 @@ from jkv.engine.memory import check_fits, lowered, most_pages, num_pool_pages, p
 from jkv.engine.mesh import place_gate
 from jkv.engine.options import EngineOptions
 from jkv.engine.outputs import Event, Outputs
-from jkv.engine.policy_checks import check_layout, check_policy, check_request, gate_of
+from jkv.engine.policy_checks import check_layout, check_policy, check_request, check_speculation, gate_of
 from jkv.engine.prefix_cache import cache_for
 from jkv.engine.processes import agreed, spans
 from jkv.engine.prompts import encode_prompts
@@ -97,6 +97,7 @@ class Engine:
         gate = None if self.gate is None else place_gate(self.gate.arrays, model.params, mesh)
         page_size = page_size_for(params, options.page_size, options.kv_format)
         max_running, num_shards = options.max_running or DEFAULT_RUNNING, meshes.num_pools(mesh)
+        drafter = check_speculation(options, self.needs, config, max_running)
         self.max_slots = options.max_slots or min(config.max_positions, 4096)
         self.page_bytes = page_bytes(model.params, page_size, self.needs.bounds, options.kv_format)
         sizes: Any = {"page_size": page_size, "bytes_per_page": self.page_bytes, "num_shards": num_shards}
@@ -111,7 +112,7 @@ class Engine:
         self.scheduler.kept_rows.copies = options.copy_kept
         self.outputs = Outputs(model, self.tickets, self._finish)
         given: Any = {name: getattr(options, name) for name in TO_RUNNER}
-        given |= {"mesh": mesh, "gate": gate, "page_bytes": self.page_bytes, "max_slots": self.max_slots}
+        given |= {"drafter": drafter, "mesh": mesh, "gate": gate, "page_bytes": self.page_bytes, "max_slots": self.max_slots}
         self.runner = Runner(model, self.capacity, self.needs, self.scheduler.running, **given)
         self.runner.is_traced, self.runner.kept_rows = options.return_trace, self.scheduler.kept_rows
         if options.prefix_cache:

@@ -51,7 +51,7 @@ from jkv.model.sharding import (
 
 DATA = "data"  # the axis of a mesh that counts replicas (`jkv.replicas`)
 # Static arguments of programs.
-SETTINGS = "num_steps", "draws", "is_traced", "evict", "owns_all", "unrotated", "num_pages"
+SETTINGS = "num_steps", "draws", "is_traced", "evict", "owns_all", "unrotated", "num_pages", "drafter"
 
 
 def arrange(mesh: Mesh, config: ModelConfig | None = None) -> Mesh:

@@ -18,6 +18,7 @@ from jkv.checks import (
     shown,
     typed,
 )
+from jkv.engine.drafters import DRAFTERS, Drafter
 from jkv.engine.scheduler import CHUNKS, ORDERS
 from jkv.errors import InputError
 from jkv.eviction import Policy
@@ -93,6 +94,10 @@ class EngineOptions:
       copy_kept: whether a row that is kept for a next turn is copied to host memory as well. Then it outlives the pool, which a
         device program that fails takes with it; without a copy, turns that continue it end with the reason "error". A copy
         takes the row's bytes, and the time to move them at the end of each turn.
+      speculate: guesses of the next tokens, which a step checks all at once, so that a text that repeats itself takes fewer steps:
+        `jkv.ngram()`, the name of a drafter, or one of your own (`jkv.engine.drafters.Drafter`). Tokens are those of plain
+        decoding. It pays where a step of T tokens of each row takes hardly longer than one of a token: few rows, and a model
+        that is not tiny. None appends one token in each step.
       poison: for tests: freed pages become NaN.
 
     Raises:
@@ -117,6 +122,7 @@ class EngineOptions:
     kernels: str | None = None
     prefix_cache: bool = False
     copy_kept: bool = False
+    speculate: Drafter | str | None = None
     poison: bool = False
 
     def __post_init__(self) -> None:
@@ -142,6 +148,9 @@ class EngineOptions:
             check_page(self.kv_format)
         if self.kv_memory is not None and self.kv_memory != "auto":
             object.__setattr__(self, "kv_memory", check_memory(self.kv_memory))
+        if isinstance(self.speculate, str):
+            check_known(DRAFTERS, speculate=self.speculate)
+            object.__setattr__(self, "speculate", DRAFTERS[self.speculate]())
         kernels = typed("kernels", self.kernels, str | None)
         parse_choices(os.environ.get(VARIABLE, "") if kernels is None else str(kernels))
         object.__setattr__(self, "ahead", typed("ahead", self.ahead, bool | None))
@@ -166,7 +175,7 @@ class EngineOptions:
         Traceback (most recent call last):
         TypeError: 'max_runing' is no setting of an engine. Did you mean max_running? The settings are: max_running, \
 max_slots, page_size, kv_dtype, kv_memory, num_pages, policies, chunk, prefill_tokens, ahead, order, max_stop_ids, \
-return_trace, routed_experts, mesh, kernels, prefix_cache, copy_kept, poison.
+return_trace, routed_experts, mesh, kernels, prefix_cache, copy_kept, speculate, poison.
         """
         known = [field.name for field in dataclasses.fields(self)]
         others = [name for name in others if name not in ("self", "settings")]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.checks import described
+from jkv.engine.drafters import Drafter, check_drafter
 from jkv.engine.interrupts import call, deferred_interrupts
 from jkv.engine.options import EngineOptions
 from jkv.engine.requests import Request
@@ -25,7 +26,7 @@ from jkv.eviction.policy import check_parts
 from jkv.eviction.schedules import check_answers
 from jkv.eviction.view import ScoreError, name_of
 from jkv.model.experts import refuse_adapters
-from jkv.model.params import Model, Params
+from jkv.model.params import Model, ModelConfig, Params
 from pallas_kernels.dispatch import platform_of
 from pallas_kernels.sealed import SealedFormat
 
@@ -44,6 +45,35 @@ def check_policy(
         rule = "An engine computes one gate for all of its rows; it has {own}, and {name} reads {got}. Build one for each gate."
         got = str(policy.calibration)
         raise InputError(rule, field="policy", code="unsupported", own=str(gate), name=policy.name, got=got)
+
+
+BY_STEP = {  # what a policy does with a step's one token
+    "mass": "evict in every step",
+    "bounds": "choose pages in every step",
+    "moving_sinks": "move their sinks in every step",
+    "steering": "steer each token",
+    "aligning": "start thoughts on pages of their own",
+    "gate": "compute a gate of each token",
+}
+
+
+def check_speculation(options: EngineOptions, needs: Needs, config: ModelConfig, num_rows: int) -> Drafter | None:
+    """The drafter of an engine, if it has one that works there.
+
+    Raises:
+      ValueError: what is wrong with it, or that steps of several tokens are not possible: with policies that decide in each step,
+        layers with a sliding window or a recurrent state, or sealed pages.
+    """
+    if options.speculate is None:
+        return None
+    reasons = [f"its policies {what}" for name, what in BY_STEP.items() if getattr(needs, name)]
+    reasons += ["layers of its model have a sliding window"] * bool(config.window_layers)
+    reasons += ["layers of its model have a recurrent state"] * (config.delta_net is not None)
+    reasons += [f"its pages are sealed ({options.kv_dtype})"] * isinstance(options.kv_format, SealedFormat)
+    if reasons:
+        rule = "speculate appends several tokens to a row in a step, which this engine cannot: {reasons}. Leave it out."
+        raise InputError(rule, field="speculate", code="unsupported", reasons="; ".join(reasons))
+    return check_drafter(options.speculate, config.vocab_size, num_rows)
 
 
 class Trials:

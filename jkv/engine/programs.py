@@ -4,70 +4,32 @@ Other prompts, lengths, budgets or weights compile nothing. The pool is donated 
 copies it (`tests/engine/test_pool_copies.py`, `tests/aot`).
 """
 
-from typing import Any, NamedTuple
-
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 import pallas_kernels as kernels
 from jkv.cache import compaction, sealed_pages
 from jkv.cache import pool as pages
-from jkv.cache.attention import Cache, DecodeAttention, PrefillAttention
-from jkv.cache.in_step_eviction import StepRules
-from jkv.cache.moved_sinks import SinkRules
-from jkv.cache.page_selection import ReadRules
+from jkv.cache.attention import PrefillAttention
 from jkv.cache.pool import EMPTY, BlockTable, PageContent
-from jkv.cache.query_ring import oldest_queries, put_back
-from jkv.cache.row_storage import decode_groups, prefill_groups, read_row, write_rows
+from jkv.cache.row_storage import prefill_groups, read_row, write_rows
+from jkv.engine import chunk, speculation
+from jkv.engine.chunk import ChunkInputs, ChunkOutputs
 from jkv.engine.device_program import device_program
-from jkv.engine.parts.base import Carried, Draw, Step
+from jkv.engine.drafters import Drafter
+from jkv.engine.parts.base import Carried, Step
 from jkv.engine.parts.table import Parts
 from jkv.engine.row_views import ModelFacts, view_of_rows
 from jkv.engine.state import Snapshot, State
 from jkv.eviction.evict import Cutoff, Evict, Limits
-from jkv.model import decoder, sampling
+from jkv.model import decoder
 from jkv.model.params import Params
-from jkv.model.rotary import rotary_angle, rotation
-from jkv.model.sampling import SamplingRows
 from jkv.reasoning.sentences import SentenceMap, similarity_of_slots
 
 DONATED = ("state", "carried")  # arguments whose memory a program uses again for the value that it returns
-TRACED = "dropped", "is_read", "steered"  # outputs of a chunk that are returned if samples are traced
 
 
-class ChunkInputs(NamedTuple):
-    """The host's inputs of a decode chunk, by row."""
-
-    remaining: Int[Array, " B"]  # tokens until the row's limit; 0 for a row that is not running
-    stop_ids: Int[Array, "B E"]  # padded with -1
-    sampling: SamplingRows
-    key: UInt32[Array, "B 2"]  # of each sample, before the position is folded in
-    rules: StepRules | None = None  # None when the pool keeps no mass
-    reads: ReadRules | None = None  # None when the pool keeps no bounds
-    sinks: Int[Array, " B"] | None = None  # number of each row that moves them, 0 for others; None when no policy does
-    is_alive: Bool[Array, " B"] | None = None  # rows that the last chunk left running; None where the host knows by `remaining`
-    parts: Parts = Parts()
-
-
-class ChunkOutputs(NamedTuple):
-    """A chunk's tokens, for the host; steps of finished rows are not real."""
-
-    token: Int[Array, "steps B"]
-    log_prob: Float[Array, "steps B"]
-    is_real: Bool[Array, "steps B"]
-    held_pages: Int[Array, ""]
-    is_running: Bool[Array, " B"]  # rows that are not finished
-    dropped: Int[Array, "steps L B K"] | None = None  # positions that steps evicted, EMPTY for none; None unless traced
-    is_read: Bool[Array, "steps L B K MP"] | None = None  # pages that steps read, by entry of their table; None unless traced
-    steered: Float[Array, "steps B"] | None = None  # multiple of the steering vector added to each token; None unless traced
-    hidden: Float[Array, "steps B D"] | None = None  # of each token, after the final norm; None unless sentences are compared
-    log_prob_full: Float[Array, "steps B"] | None = None  # before penalties and cuts; None where equal to `log_prob`
-    experts: UInt[Array, "steps B L A"] | None = None  # that each token went through, by layer with experts; None unless asked
-    log_prob_own: Float[Array, "steps B"] | None = None  # of the model's own distribution; None unless asked, or where equal
-
-
-@device_program(static_argnames=("num_steps", "draws", "is_traced"), donate_argnames=DONATED)
+@device_program(static_argnames=("num_steps", "draws", "is_traced", "drafter"), donate_argnames=DONATED)
 def decode_chunk(
     params: Params,
     state: State,
@@ -76,90 +38,15 @@ def decode_chunk(
     num_steps: int,
     draws: str,
     is_traced: bool = False,
+    drafter: Drafter | None = None,
 ) -> tuple[State, ChunkOutputs, Carried]:
-    """`num_steps` decode steps of all rows; a static trip count, so that no device waits for the host.
+    """`num_steps` tokens of all rows, in as many decode steps, or in fewer with a drafter. No device waits for the host.
 
     `carried` is what optional parts (`jkv.engine.parts`) keep on the device from chunk to chunk.
     """
-    row = jnp.arange(inputs.remaining.shape[0], dtype=jnp.int32)
-    parts, is_own = inputs.parts.on, draws == "greedy" and inputs.sampling.penalties is None
-
-    def step(loop: tuple[Any, ...], _: None) -> tuple[tuple[Any, ...], dict[str, Array]]:
-        (cache, logits), is_active, remaining, carries = loop
-        position, carries = cache.pool.logical_length, dict(carries)
-        draw = Draw(logits, own=logits)
-        for name, part in parts.items():
-            draw = part.draw(draw, carries[name])
-        draw = draw._replace(is_own=is_own and draw.logits is logits)
-        of_rows = inputs.sampling, inputs.key, position, draws, draw.forced, draw.counts
-        token, log_prob, log_prob_full = sampling.draw(draw.logits, *of_rows)
-        token = jnp.where(is_active, token, 0)
-        is_stop = (token[:, None] == inputs.stop_ids).any(axis=-1)
-        is_stop = is_stop if draw.forced is None else is_stop & (draw.forced < 0)
-        is_last = is_stop | (remaining <= 1) | ~jnp.isfinite(log_prob)
-        goes_on, num_new = is_active & ~is_last, is_active.astype(jnp.int32)
-        new = Step(params, cache, row, token[:, None], num_new, is_active)
-        for name, part in parts.items():
-            new, carries[name] = part.take(new, carries[name])
-        cache, attend = attention_of(inputs, new, position, goes_on)
-        given = params, new.token, position[:, None], attend, cache, new.enter, new.observe, new.choose
-        hidden, cache = decoder.forward(*given, rotates=False)
-        pool, dropped = pages.advance(cache.pool, row, num_new), None
-        if cache.victim is not None:
-            pool, dropped = pages.vacate(pool, cache.victim)
-        out = {"token": token, "log_prob": log_prob, "is_real": is_active, "log_prob_full": log_prob_full}
-        out |= {"dropped": dropped, "is_read": cache.is_read}
-        for name, part in parts.items():
-            out |= part.report(new, draw, hidden, cache, carries[name])
-        state = State(cache.after_pass(pool), decoder.unembed(params, hidden[:, 0]))
-        out = {name: x for name, x in out.items() if x is not None and (is_traced or name not in TRACED)}
-        return (state, goes_on, remaining - 1, carries), out
-
-    is_active = inputs.remaining > 0 if inputs.is_alive is None else (inputs.remaining > 0) & inputs.is_alive
-    ring, num_seen, oldest = state.cache.query_ring, state.cache.pool.logical_length, None
-    if ring is not None and inputs.is_alive is not None:
-        # Rows that ended in the last chunk stay as they are, because they may be kept: the queries that this chunk overwrites
-        # are saved, and restored at its end. They are read before the steps begin, or XLA would copy the ring.
-        oldest, ring = jax.lax.optimization_barrier((oldest_queries(ring, num_seen), ring))
-        state = state._replace(cache=state.cache._replace(query_ring=ring))
-    start = state, is_active, inputs.remaining, {name: part.begin(carried) for name, part in parts.items()}
-    (state, is_running, _, carries), out = jax.lax.scan(step, start, length=num_steps)
-    if state.cache.tail is not None:
-        state = state._replace(cache=state.cache._replace(pool=sealed_pages.seal_filled(state.cache, num_seen)))
-    ring = state.cache.query_ring
-    if ring is not None and oldest is not None:
-        ring = put_back(ring, oldest, num_seen, ~is_active)
-        state = state._replace(cache=state.cache._replace(query_ring=ring))
-    outputs = ChunkOutputs(held_pages=pages.held_pages(state.cache.pool), is_running=is_running, **out)
-    ends: dict[str, Array] = {}
-    for name, part in parts.items():
-        ends |= part.end(carries[name])
-    return state, outputs, Carried(**ends)
-
-
-def attention_of(
-    inputs: ChunkInputs, new: Step, position: Int[Array, " B"], goes_on: Bool[Array, " B"]
-) -> tuple[Cache, decoder.Attend]:
-    """Reserves a slot for each new token; returns the cache, and the attention of the decoder's layers."""
-    cache, config = new.cache, new.params.config
-    pool, address = pages.reserve(cache.pool, new.row, new.num_new, 1)
-    length = pool.length + pages.num_growing(pool, new.row, new.num_new)
-    sinks = None
-    if inputs.sinks is not None:  # lengths of rows that move their sinks are the same in every layer and head
-        angle = rotary_angle(config, (length[0, :, 0] - 1 - position)[:, None])
-        sinks = SinkRules(inputs.sinks, jnp.cos(angle), jnp.sin(angle))
-    turn, unrotated = rotation(config, position), config.unrotated
-    attend: decoder.Attend = DecodeAttention(
-        address, length, position, *turn, inputs.rules, inputs.reads, sinks, goes_on, unrotated, new.params.axis
-    )
-    if cache.tail is not None:
-        attend = sealed_pages.SealedDecode(address, length, position, new.is_active, *turn, inputs.reads, unrotated)
-    cache = cache._replace(
-        pool=pool,
-        victim=None if inputs.rules is None else jnp.full_like(length, EMPTY),
-        is_read=None if inputs.reads is None else jnp.zeros(pool.page_table.shape, bool),
-    )
-    return cache, decode_groups(config, attend, cache, position, new.is_active)
+    if drafter is not None:
+        return speculation.decode_chunk(params, state, inputs, carried, num_steps, draws, drafter)
+    return chunk.decode_chunk(params, state, inputs, carried, num_steps, draws, is_traced)
 
 
 @device_program(static_argnames="num_pages", donate_argnames="state")

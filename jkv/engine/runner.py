@@ -22,6 +22,7 @@ from jkv.engine import mesh as meshes
 from jkv.engine.chunk_inputs import for_chunk, row_settings
 from jkv.engine.clocks import is_ready
 from jkv.engine.device_program import LEAST_ROWS, device_program, programs_for
+from jkv.engine.drafters import Drafter
 from jkv.engine.faults import accuse, blame, working_for
 from jkv.engine.filling import PIECES, Filling, Pieces
 from jkv.engine.kept_rows import KeptRows
@@ -53,7 +54,7 @@ from pallas_kernels.quantised import Format
 
 LOGGER = logging.getLogger("jkv")
 MAP_WIDTH = 32_768  # positions of the sentence map that compaction takes, at first
-SIZES = "config", "needs", "num_rows", "num_pages", "max_pages", "page_size", "dtype", "poison", "kv_format"
+SIZES = "config", "needs", "num_rows", "num_pages", "max_pages", "page_size", "dtype", "poison", "kv_format", "places"
 make_state = device_program(static_argnames=SIZES)(empty_state)  # one program, where each of its arrays would be some
 
 
@@ -124,6 +125,7 @@ class Runner:
       ahead: whether a chunk may be dispatched before the last one is read; None is True except on a CPU.
       prefill_tokens: the most tokens of prompts between two chunks; None is two of the largest pieces.
       routed_experts: whether programs return the experts that tokens go through.
+      drafter: proposes tokens to steps that append several to a row; None for steps of one.
 
     Attributes:
       state: a `jkv.engine.state.State`; None while the engine sleeps.
@@ -157,8 +159,9 @@ class Runner:
         ahead: bool | None = None,
         prefill_tokens: int | None = None,
         routed_experts: bool = False,
+        drafter: Drafter | None = None,
     ) -> None:
-        self.gate, self.routed_experts = gate, routed_experts
+        self.gate, self.routed_experts, self.drafter = gate, routed_experts, drafter
         self._host: Callable[[Any], Any] = host if spans(mesh) else jax.device_get
         self.model, self.capacity, self.needs, self.mesh, self.max_stop_ids = model, capacity, needs, mesh, max_stop_ids
         devices = model.params.embedding.devices()
@@ -183,6 +186,7 @@ class Runner:
             "dtype": model.params.embedding.dtype,
             "poison": poison,
             "kv_format": kv_format,
+            "places": 1 if drafter is None else drafter.drafts + 1,
         }
         self._make_state: Callable[[], Any] = functools.partial(make_state, config, needs, **sizes)
         self.trials = Trials(make_state.shapes(config, needs, **sizes))
@@ -442,7 +446,7 @@ class Runner:
         inputs = self._chunk_inputs(running)._replace(is_alive=alive_after(last, self._all_alive))
         with self.meter.clock("decode_seconds"), self.meter.stats.idle.dispatching(is_ready(self.state)):
             self.state, outputs, self._carried = self.programs.decode_chunk(
-                self.params, self.state, inputs, self._carried, num_steps, self.draws, is_traced
+                self.params, self.state, inputs, self._carried, num_steps, self.draws, is_traced, self.drafter
             )
             if self.needs.sharing:
                 self.sharer.find_pairs(running, self.state, num_steps, outputs)
@@ -470,6 +474,8 @@ class Runner:
             accuse(owner, kinds[0])
         self.held.clear()
         self.meter.peak(max(map(int, held), default=0))
+        if self.drafter is not None:
+            self.meter.speculated(outputs, int(outputs.is_real.sum()))
         return flight.by_row(outputs), int(outputs.held_pages)
 
     def share(self) -> None:
@@ -539,7 +545,7 @@ class Runner:
         self._settings, self._carried = None, Carried()
 
     def _rows(self, running: Mapping[int, Sample]) -> Rows:
-        return Rows(running, self.num_rows, self.model, self.needs, self.gate, self.routed_experts)
+        return Rows(running, self.num_rows, self.model, self.needs, self.gate, self.routed_experts, self.drafter)
 
     @functools.cached_property
     def _parts_of_prompts(self) -> Parts:

@@ -18,7 +18,7 @@ from jkv.model.params import ModelConfig
 from pallas_kernels.quantised import Format
 from pallas_kernels.sealed import SealedFormat
 
-SIZES = "num_rows", "num_pages", "max_pages", "page_size", "dtype", "poison", "kv_format"
+SIZES = "num_rows", "num_pages", "max_pages", "page_size", "dtype", "poison", "kv_format", "places"
 
 
 class State(NamedTuple):
@@ -49,8 +49,12 @@ def empty_state(
     dtype: Any = jnp.float32,
     poison: bool = False,
     kv_format: Format | None = None,
+    places: int = 1,
 ) -> State:
-    """The state of an idle engine: an empty pool (`pool.create`), last queries, windows, recurrent states, logits."""
+    """The state of an idle engine: an empty pool (`pool.create`), last queries, windows, recurrent states, logits.
+
+    `places` are the tokens that a step may append to a row: see `jkv.cache.query_ring`.
+    """
     pool = pages.create(
         num_layers=config.num_paged_layers,
         num_rows=num_rows,
@@ -69,7 +73,8 @@ def empty_state(
         poison=poison,
         kv_format=kv_format,
     )
-    ring = (config.num_paged_layers, num_rows, needs.window, config.num_query_heads, config.head_size)
+    window = needs.window + (places if places > 1 else 0)
+    ring = (config.num_paged_layers, num_rows, window, config.num_query_heads, config.head_size)
     rings = tail = None
     if config.window_layers:
         rings = windows.create(

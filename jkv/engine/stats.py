@@ -92,6 +92,10 @@ class RunStats:
     sample_chunks: int = 0  # summed over the chunks' running samples
     row_steps: int = 0  # rows times decode steps
     tokens: int = 0  # row steps that drew a token
+    speculated_steps: int = 0  # row steps of chunks that check guesses; each draws a token, and one more for each that is right
+    speculated_tokens: int = 0  # tokens of these steps
+    drafted: int = 0  # guesses that were checked
+    idle_row_steps: int = 0  # of rows that had their tokens of a chunk while others went on
     prefills: int = 0
     forks: int = 0  # samples that started from a prompt prefilled for several
     prefix_queries: int = 0  # prompt tokens that were looked for in the prefix cache
@@ -119,6 +123,16 @@ class RunStats:
     def kernels(self) -> dict[str, str]:
         """The implementations of each kernel that programs of this process used on this platform."""
         return taken(self.platform)
+
+    @property
+    def accepted(self) -> int:
+        """Guesses that proved right."""
+        return self.speculated_tokens - self.speculated_steps
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that a row gets in a step; 1 without guesses."""
+        return self.speculated_tokens / self.speculated_steps if self.speculated_steps else 1.0
 
     @property
     def occupancy(self) -> float:
@@ -163,6 +177,9 @@ class Stats:
     host_seconds: float  # of the loop itself
     compile_seconds: float
     occupancy: float  # share of row steps that drew a token
+    tokens_per_step: float  # of a row; more than 1 where guesses proved right (`speculate`)
+    drafted: int  # guesses that were checked
+    accepted: int  # guesses that proved right
     prefills: int
     forks: int  # samples that started from a prompt prefilled for several
     cached_tokens: (
@@ -244,6 +261,9 @@ class Stats:
             host_seconds=run.host_seconds,
             compile_seconds=run.compile_seconds,
             occupancy=run.occupancy,
+            tokens_per_step=run.tokens_per_step,
+            drafted=run.drafted,
+            accepted=run.accepted,
             prefills=run.prefills,
             forks=run.forks,
             cached_tokens=sum(sample.completion.cached_tokens for sample in samples),
@@ -385,6 +405,14 @@ class Meter:
         stats.step_tokens.add(num_tokens + stats.prefilled)
         stats.prefilled = 0
         self.peak(held)
+
+    def speculated(self, outputs: Any, num_tokens: int) -> None:
+        """Counts the guesses of a chunk (`ChunkOutputs` on the host) whose rows got `num_tokens`."""
+        stats, steps = self.stats, int(outputs.row_steps.sum())
+        stats.speculated_steps += steps
+        stats.speculated_tokens += num_tokens
+        stats.drafted += int(outputs.drafted.sum())
+        stats.idle_row_steps += int(outputs.num_loops) * int((outputs.row_steps > 0).sum()) - steps
 
     def tokens(self, sample: Sample, count: int) -> None:
         """Notes when a sample's `count` new tokens reached the host. Within a chunk, each has an equal part of the time."""

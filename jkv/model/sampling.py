@@ -253,10 +253,10 @@ def draw(
     return token, log_prob, jnp.take_along_axis(full_BV, token[:, None], axis=-1)[:, 0]
 
 
-def own_log_prob(logits: Float[Array, "B V"], token: Int[Array, " B"]) -> Float[Array, " B"]:
+def own_log_prob(logits: Float[Array, "*B V"], token: Int[Array, "*B"]) -> Float[Array, "*B"]:
     """Each token's log-probability in nats under the model's own distribution: at temperature 1, without penalties and cuts."""
     below_BV = logits.astype(jnp.float32) - logits.max(axis=-1, keepdims=True).astype(jnp.float32)
-    picked = jnp.take_along_axis(below_BV, token[:, None], axis=-1)[:, 0]
+    picked = jnp.take_along_axis(below_BV, token[..., None], axis=-1)[..., 0]
     return picked - jnp.log(jnp.exp(below_BV).sum(axis=-1))
 
 

@@ -18,6 +18,7 @@ import flax.struct
 from jaxtyping import Array, Bool, Float, Int
 
 from jkv.cache.attention import Cache
+from jkv.engine.drafters import Drafter
 from jkv.engine.requests import Request
 from jkv.engine.samples import Sample
 from jkv.eviction import Needs
@@ -40,6 +41,7 @@ class Rows:
       needs: what the device keeps for the engine's policies.
       gate: the arrays of the gate that all steps compute, on the device; None without one.
       routed_experts: whether programs return the experts that tokens go through.
+      drafter: proposes tokens to steps that append several; None without such steps.
     """
 
     running: Mapping[int, Sample]
@@ -48,6 +50,7 @@ class Rows:
     needs: Needs
     gate: Any = None
     routed_experts: bool = False
+    drafter: Drafter | None = None
 
     @property
     def requests(self) -> Sequence[Request]:
@@ -59,20 +62,25 @@ class Carried(NamedTuple):
     """What parts keep on the device from chunk to chunk, each in the memory of the last one; None for parts that are not on."""
 
     generated: Int[Array, "B V"] | None = None  # how often each row's completion holds each token: see `penalties`
+    history: Int[Array, "B S"] | None = None  # the last tokens of each row: see `drafting`
 
 
 class Draw(NamedTuple):
-    """What the next token of each row is drawn from."""
+    """What the next tokens of each row are drawn from, at one place or at several."""
 
-    logits: Float[Array, "B V"]  # a part may mask or change them
-    own: Float[Array, "B V"]  # the model's, which no part changes
-    counts: TokenCounts | None = None
-    forced: Int[Array, " B"] | None = None  # tokens in place of draws, -1 for none
+    logits: Float[Array, "B T V"]  # a part may mask or change them
+    own: Float[Array, "B T V"]  # the model's, which no part changes
+    index: Int[Array, "B T"]  # of each token, among those that its row draws in the chunk
+    counts: TokenCounts | None = None  # [B, 1, V]
+    forced: Int[Array, "B T"] | None = None  # tokens in place of draws, -1 for none
     is_own: bool = False  # whether the log-probability of the draw is already the one of the model's own distribution
 
 
 class Step(NamedTuple):
-    """New tokens, of a decode step or of a prompt, before they go through the model."""
+    """New tokens, of a decode step or of a prompt, before they go through the model.
+
+    A decode step has one token of each row, or one at each of T places, of which guesses may be rejected afterwards.
+    """
 
     params: Params
     cache: Cache
@@ -125,12 +133,16 @@ class StepPart(flax.struct.PyTreeNode):
         """Before tokens are drawn: change the logits here, such as by the mask of a grammar."""
         return draw
 
+    def drawn(self, draw: Draw, token: Int[Array, "B T"]) -> dict[str, Array]:
+        """After they are drawn: its fields of `ChunkOutputs` that follow from what tokens were drawn from, each [B, T, ...]."""
+        return {}
+
     def take(self, step: Step, carry: Any) -> tuple[Step, Any]:
         """Once the tokens are known; also returns what it carries on."""
         return step, carry
 
-    def report(self, step: Step, draw: Draw, hidden: Float[Array, "B T D"], cache: Cache, carry: Any) -> dict[str, Array]:
-        """After the tokens went through the model: its fields of `ChunkOutputs`, for this step."""
+    def report(self, step: Step, hidden: Float[Array, "B T D"], cache: Cache, carry: Any) -> dict[str, Array]:
+        """After the tokens went through the model: its fields of `ChunkOutputs`, each [B, T, ...]."""
         return {}
 
     def end(self, carry: Any) -> dict[str, Array]:

@@ -2,18 +2,17 @@
 
 from typing import Annotated, Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.engine.parts.base import Carried, Draw, Rows, Step, StepPart
+from jkv.engine.parts.base import Draw, Rows, StepPart
 from jkv.engine.scheduler import CHUNKS
 
 MOST_STEPS = max(CHUNKS)
 
 
 class ForcedTokens(StepPart):
-    """The next chunk's forced tokens, -1 where a row draws its own; it carries the number of the step."""
+    """The next chunk's forced tokens, -1 where a row draws its own."""
 
     token: Annotated[Any, "steps B"]
 
@@ -32,11 +31,6 @@ class ForcedTokens(StepPart):
             forced[: len(tokens), i] = tokens
         return self.replace(token=forced)
 
-    def begin(self, carried: Carried) -> Any:
-        return jnp.int32(0)
-
     def draw(self, draw: Draw, carry: Any) -> Draw:
-        return draw._replace(forced=jax.lax.dynamic_index_in_dim(self.token, carry, keepdims=False))
-
-    def take(self, step: Step, carry: Any) -> tuple[Step, Any]:
-        return step, carry + 1
+        row = jnp.arange(draw.index.shape[0], dtype=jnp.int32)[:, None]
+        return draw._replace(forced=self.token.at[draw.index, row].get(mode="fill", fill_value=-1))

@@ -34,7 +34,7 @@ class Penalties(StepPart):
         return carried.generated
 
     def draw(self, draw: Draw, carry: Any) -> Draw:
-        return draw._replace(counts=TokenCounts(self.is_prompted, carry))
+        return draw._replace(counts=TokenCounts(self.is_prompted[:, None], carry[:, None]))
 
     def take(self, step: Step, carry: Any) -> tuple[Step, Any]:
         return step, count_next(carry, step.token[:, 0], step.is_active)

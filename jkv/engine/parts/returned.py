@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jkv.cache.attention import Cache
 from jkv.engine.parts.base import Draw, Rows, Step, StepPart
@@ -27,9 +27,9 @@ class Experts(StepPart):
         cache = step.cache._replace(experts=experts.no_routes(config, step.token))
         return step._replace(cache=cache, choose=experts.route_recorder(config)), carry
 
-    def report(self, step: Step, draw: Draw, hidden: Float[Array, "B T D"], cache: Cache, carry: Any) -> dict[str, Array]:
+    def report(self, step: Step, hidden: Float[Array, "B T D"], cache: Cache, carry: Any) -> dict[str, Array]:
         assert cache.experts is not None
-        return {"experts": cache.experts[:, 0]}
+        return {"experts": cache.experts}
 
 
 class HiddenStates(StepPart):
@@ -43,8 +43,8 @@ class HiddenStates(StepPart):
     def of(cls, rows: Rows) -> "HiddenStates":
         return cls()
 
-    def report(self, step: Step, draw: Draw, hidden: Float[Array, "B T D"], cache: Cache, carry: Any) -> dict[str, Array]:
-        return {"hidden": hidden[:, 0]}
+    def report(self, step: Step, hidden: Float[Array, "B T D"], cache: Cache, carry: Any) -> dict[str, Array]:
+        return {"hidden": hidden}
 
 
 class OwnLogProbs(StepPart):
@@ -58,7 +58,7 @@ class OwnLogProbs(StepPart):
     def of(cls, rows: Rows) -> "OwnLogProbs":
         return cls()
 
-    def report(self, step: Step, draw: Draw, hidden: Float[Array, "B T D"], cache: Cache, carry: Any) -> dict[str, Array]:
+    def drawn(self, draw: Draw, token: Int[Array, "B T"]) -> dict[str, Array]:
         if draw.is_own:  # then it is the log-probability of the draw
             return {}
-        return {"log_prob_own": sampling.own_log_prob(draw.own, step.token[:, 0])}
+        return {"log_prob_own": sampling.own_log_prob(draw.own, token)}

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from jkv.cache.attention import Cache
 from jkv.engine.faults import blame
-from jkv.engine.parts.base import Carried, Draw, Rows, Step, StepPart
+from jkv.engine.parts.base import Carried, Rows, Step, StepPart
 from jkv.reasoning.steering import amounts, marks_of, push
 
 
@@ -58,5 +58,5 @@ class Steering(StepPart):
         enter = functools.partial(push, self.vector, self.layer, steered[:, None])
         return step._replace(enter=enter), (is_thinking, steered)
 
-    def report(self, step: Step, draw: Draw, hidden: Float[Array, "B T D"], cache: Cache, carry: Any) -> dict[str, Array]:
-        return {"steered": carry[1]}
+    def report(self, step: Step, hidden: Float[Array, "B T D"], cache: Cache, carry: Any) -> dict[str, Array]:
+        return {"steered": carry[1][:, None]}

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from jkv.engine.parts.alignment import Alignment
 from jkv.engine.parts.base import Rows, StepPart
+from jkv.engine.parts.drafting import Drafting
 from jkv.engine.parts.forced_tokens import ForcedTokens
 from jkv.engine.parts.gating import Gating
 from jkv.engine.parts.penalties import Penalties
@@ -24,6 +25,7 @@ class Parts(NamedTuple):
     experts: Experts | None = None
     hidden: HiddenStates | None = None
     own: OwnLogProbs | None = None
+    draft: Drafting | None = None
 
     @property
     def on(self) -> dict[str, StepPart]:

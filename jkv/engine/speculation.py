@@ -1,0 +1,164 @@
+"""A decode chunk whose steps append several tokens to a row: its next token, and guesses of those after it that prove right.
+
+A step passes T tokens of each row through the model at once: the one that is drawn already, and up to T - 1 guesses of a
+drafter (`jkv.engine.drafters`). From the logits at each place the next token is drawn, by the key of its own position. A guess
+is accepted if it is that very token and all before it are. So the tokens are those of plain decoding, not only distributed
+alike, and drafts decide nothing but how many steps they take. Greedy draws follow the same rule.
+
+- Every row passes T places in every step, with or without guesses, and a query reads what is filled up to its own place. So
+  neither a row's guesses nor its neighbours' change a bit of its arithmetic. Engines of another T round differently.
+- In a chunk every row gets as many tokens as in plain decoding, and then waits for the slowest one. So compactions come after
+  the same tokens, and the host sees no difference. Slots are reserved once for the whole chunk; what a rejected guess left in
+  them is written over.
+- A row never passes the end of its chunk inside a step, so it never needs more slots than in plain decoding.
+
+The rule of acceptance is that of speculative sampling (Leviathan et al., 2023; Chen et al., 2023), for guesses without
+probabilities and draws with fixed keys.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from jkv.cache import pool as pages
+from jkv.cache.attention import Cache, DecodeAttention
+from jkv.engine.chunk import ChunkInputs, ChunkOutputs, Drawn, draw_tokens, rows_alive
+from jkv.engine.drafters import Drafter, is_token
+from jkv.engine.parts.base import Carried, Step
+from jkv.engine.state import State
+from jkv.model import decoder
+from jkv.model.params import Params
+from jkv.model.rotary import rotation
+
+
+def decode_chunk(
+    params: Params, state: State, inputs: ChunkInputs, carried: Carried, num_steps: int, draws: str, drafter: Drafter
+) -> tuple[State, ChunkOutputs, Carried]:
+    """See `jkv.engine.programs.decode_chunk`."""
+    row, places = jnp.arange(inputs.remaining.shape[0], dtype=jnp.int32), drafter.drafts + 1
+    place, parts, drafting = jnp.arange(places, dtype=jnp.int32), inputs.parts.on, inputs.parts.draft
+    assert drafting is not None
+    is_active, zeros = rows_alive(inputs), jnp.zeros_like(row)
+    quota = jnp.where(is_active, jnp.minimum(inputs.remaining, num_steps), 0)
+    pool, address = pages.reserve(state.cache.pool, row, quota, num_steps)
+
+    def step(loop: tuple[Any, ...]) -> tuple[Any, ...]:
+        (cache, logits), first, is_active, count, carries, kept, counts = loop
+        carries, runs = dict(carries), is_active & (count < quota)
+        history = jnp.concatenate([carries["draft"], first.token[:, None]], axis=1)
+        proposal = drafter.propose(history[:, 1:], drafting.prompt)
+        token = jnp.concatenate([first.token[:, None], proposal.token], axis=1)
+        num_drafts = jnp.minimum(proposal.count, is_token(proposal.token, params.config.vocab_size).sum(axis=1))
+        num_drafts = jnp.where(drafting.may_draft & ~first.is_last, jnp.maximum(num_drafts, 0), 0).astype(jnp.int32)
+        num_new = jnp.where(runs, jnp.minimum(1 + num_drafts, quota - count), 0)
+        is_new = place < num_new[:, None]
+
+        position = cache.pool.logical_length[:, None] + place
+        new = Step(params, cache, row, jnp.where(is_new, token, 0), num_new, runs)
+        for name, part in parts.items():
+            new, carries[name] = part.take(new, carries[name])
+        attend = attention_of_places(new, position, addresses_of(address, count, is_new))
+        given = params, new.token, position, attend, new.cache, new.enter, new.observe, new.choose
+        hidden, cache = decoder.forward(*given, rotates=False)
+        of_places = decoder.unembed(params, hidden)
+        then = draw_tokens(inputs, carries, of_places, position + 1, (count + 1)[:, None] + place, draws)
+
+        drawn: Drawn = jax.tree.map(lambda x, y: jnp.concatenate([x[:, None], y[:, :-1]], axis=1), first, then)
+        is_right = (token == drawn.token)[:, 1:] & is_new[:, 1:] & ~drawn.is_last[:, :-1]
+        accepted = jnp.where(runs, 1 + jnp.cumprod(is_right, axis=1).sum(axis=1), 0).astype(jnp.int32)
+
+        def at_last(x: Array, otherwise: Array) -> Array:
+            """Of the last accepted place, in rows that run."""
+            return jnp.where(runs.reshape(-1, *[1] * (x.ndim - 2)), x[row, jnp.maximum(accepted - 1, 0)], otherwise)
+
+        count = count + accepted
+        ends = at_last(drawn.is_last, ~is_active) | (count >= inputs.remaining)
+        of_tokens = {"token": token, "is_real": is_new} | drawn.out
+        for name, part in parts.items():
+            of_tokens |= part.report(new, hidden, cache, carries[name])
+        kept = keep(kept, of_tokens, (count - accepted)[:, None] + place, place < accepted[:, None])
+        shown = jnp.concatenate([carries["draft"], token], axis=1)
+        after = jnp.arange(carries["draft"].shape[1], dtype=jnp.int32) + accepted[:, None]
+        carries["draft"] = jnp.take_along_axis(shown, after, axis=1)
+        counts = counts[0] + runs, counts[1] + jnp.maximum(num_new - 1, 0), counts[2] + 1
+        state = State(cache.after_pass(pages.advance(cache.pool, row, accepted)), at_last(of_places, logits))
+        return state, jax.tree.map(at_last, then, first), is_active & ~ends, count, carries, kept, counts
+
+    def goes_on(loop: tuple[Any, ...]) -> Array:
+        return (loop[2] & (loop[3] < quota)).any()
+
+    state = state._replace(cache=state.cache._replace(pool=pool))
+    carries = {name: part.begin(carried) for name, part in parts.items()}
+    of_row = state.logits[:, None], pool.logical_length[:, None], zeros[:, None]
+    first = jax.tree.map(lambda x: x[:, 0], draw_tokens(inputs, carries, *of_row, draws))
+    shapes = {"token": first.token, "is_real": is_active} | first.out
+    shapes |= shapes_of_reports(params, inputs, state.cache, carries, places)
+    kept = {name: jnp.zeros((num_steps, *x.shape), x.dtype) for name, x in shapes.items()}
+    counts = zeros, zeros, jnp.int32(0)
+    begin = state, first, is_active, zeros, carries, kept, counts
+    state, _, is_running, count, carries, kept, counts = jax.lax.while_loop(goes_on, step, begin)
+    pool = pages.give_back(state.cache.pool, row, quota - count, num_steps)
+    state = state._replace(cache=state.cache._replace(pool=pool))
+    names = dict(zip(("row_steps", "drafted", "num_loops"), counts, strict=True))
+    outputs = ChunkOutputs(held_pages=pages.held_pages(pool), is_running=is_running, **kept, **names)
+    ends: dict[str, Array] = {}
+    for name, part in parts.items():
+        ends |= part.end(carries[name])
+    return state, outputs, Carried(**ends)
+
+
+def addresses_of(
+    address: Int[Array, "L B K steps"], count: Int[Array, " B"], is_new: Bool[Array, "B T"]
+) -> Int[Array, "L B K T"]:
+    """Where the tokens of a step go, in rows that have had `count` tokens of those that addresses are reserved for."""
+    at = count[:, None] + jnp.arange(is_new.shape[1], dtype=jnp.int32)
+    taken = jnp.take_along_axis(address, jnp.minimum(at, address.shape[3] - 1)[None, :, None], axis=3)
+    return jnp.where(is_new[None, :, None], taken, pages.NULL_PAGE)
+
+
+def attention_of_places(new: Step, position: Int[Array, "B T"], address: Int[Array, "L B K T"]) -> decoder.Attend:
+    """Attention in which a query reads the slots that are filled up to its own place."""
+    config, ahead = new.params.config, jnp.arange(1, position.shape[1] + 1, dtype=jnp.int32)
+    length = new.cache.pool.length[..., None] + jnp.minimum(ahead, new.num_new[:, None])[None, :, None]
+    turn = rotation(config, position.reshape(-1))
+    return DecodeAttention(
+        address,
+        length,
+        position[:, 0],
+        *turn,
+        rules=None,
+        reads=None,
+        sinks=None,
+        goes_on=new.is_active,
+        unrotated=config.unrotated,
+        axis=new.params.axis,
+    )
+
+
+def keep(
+    kept: dict[str, Array], of_tokens: dict[str, Array], index: Int[Array, "B T"], is_kept: Bool[Array, "B T"]
+) -> dict[str, Array]:
+    """The outputs of a chunk `[steps, B, ...]` with those of a step's tokens `[B, T, ...]` at their index in their rows."""
+    row, num_steps = jnp.arange(len(index), dtype=jnp.int32)[:, None], len(kept["token"])
+    at = jnp.where(is_kept, index, num_steps)
+    return {name: x.at[at, row].set(of_tokens[name].astype(x.dtype), mode="drop") for name, x in kept.items()}
+
+
+def shapes_of_reports(
+    params: Params, inputs: ChunkInputs, cache: Cache, carries: dict[str, Any], places: int
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes [B, ...] of what parts report of a token."""
+
+    def report() -> dict[str, Array]:
+        row = jnp.arange(len(inputs.remaining), dtype=jnp.int32)
+        token, out = jnp.zeros((len(row), places), jnp.int32), dict[str, Array]()
+        hidden = jnp.zeros((*token.shape, params.config.width), params.embedding.dtype)
+        new = Step(params, cache, row, token, row, row > 0)
+        for name, part in inputs.parts.on.items():
+            new, carry = part.take(new, carries[name])
+            out |= part.report(new, hidden, new.cache, carry)
+        return {name: x[:, 0] for name, x in out.items()}
+
+    return jax.eval_shape(report)
