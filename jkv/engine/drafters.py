@@ -106,7 +106,7 @@ def repeated(text: Int[Array, "B S"], history: Int[Array, "B S"], most: int) -> 
         newest = history[:, history.shape[1] - 1 - back, None]
         shifted = jnp.pad(text, [(0, 0), (back, 0)], constant_values=NOTHING)[:, : text.shape[1]]
         same &= (shifted == newest) & (newest != NOTHING)
-        length += same
+        length += same.astype(jnp.int32)
     return length
 
 
@@ -173,4 +173,4 @@ def check_drafter(drafter: Any, vocab_size: int, num_rows: int) -> Drafter:
 
 def is_token(token: Int[Array, "B drafts"], vocab_size: int) -> Bool[Array, "B drafts"]:
     """Which drafts are tokens; the first that is none ends a row's drafts."""
-    return jnp.cumprod((token >= 0) & (token < vocab_size), axis=1).astype(bool)
+    return jnp.cumprod(((token >= 0) & (token < vocab_size)).astype(jnp.int32), axis=1) > 0

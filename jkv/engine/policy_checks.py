@@ -61,8 +61,8 @@ def check_speculation(options: EngineOptions, needs: Needs, config: ModelConfig,
     """The drafter of an engine, if it has one that works there.
 
     Raises:
-      ValueError: what is wrong with it, or that steps of several tokens are not possible: with policies that decide in each step,
-        layers with a sliding window or a recurrent state, or sealed pages.
+      ValueError: what is wrong with it, or why steps of several tokens are not possible: policies that decide in each step,
+        layers with a sliding window or a recurrent state, sealed pages.
     """
     if options.speculate is None:
         return None

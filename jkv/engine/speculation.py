@@ -50,8 +50,10 @@ def decode_chunk(
         history = jnp.concatenate([carries["draft"], first.token[:, None]], axis=1)
         proposal = drafter.propose(history[:, 1:], drafting.prompt)
         token = jnp.concatenate([first.token[:, None], proposal.token], axis=1)
-        num_drafts = jnp.minimum(proposal.count, is_token(proposal.token, params.config.vocab_size).sum(axis=1))
-        num_drafts = jnp.where(drafting.may_draft & ~first.is_last, jnp.maximum(num_drafts, 0), 0).astype(jnp.int32)
+        num_drafts = jnp.minimum(
+            proposal.count, is_token(proposal.token, params.config.vocab_size).sum(axis=1, dtype=jnp.int32)
+        )
+        num_drafts = jnp.where(drafting.may_draft & ~first.is_last, jnp.maximum(num_drafts, 0), 0)
         num_new = jnp.where(runs, jnp.minimum(1 + num_drafts, quota - count), 0)
         is_new = place < num_new[:, None]
 
@@ -67,7 +69,7 @@ def decode_chunk(
 
         drawn: Drawn = jax.tree.map(lambda x, y: jnp.concatenate([x[:, None], y[:, :-1]], axis=1), first, then)
         is_right = (token == drawn.token)[:, 1:] & is_new[:, 1:] & ~drawn.is_last[:, :-1]
-        accepted = jnp.where(runs, 1 + jnp.cumprod(is_right, axis=1).sum(axis=1), 0).astype(jnp.int32)
+        accepted = jnp.where(runs, 1 + jnp.cumprod(is_right.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32), 0)
 
         def at_last(x: Array, otherwise: Array) -> Array:
             """Of the last accepted place, in rows that run."""
@@ -82,7 +84,7 @@ def decode_chunk(
         shown = jnp.concatenate([carries["draft"], token], axis=1)
         after = jnp.arange(carries["draft"].shape[1], dtype=jnp.int32) + accepted[:, None]
         carries["draft"] = jnp.take_along_axis(shown, after, axis=1)
-        counts = counts[0] + runs, counts[1] + jnp.maximum(num_new - 1, 0), counts[2] + 1
+        counts = counts[0] + runs.astype(jnp.int32), counts[1] + jnp.maximum(num_new - 1, 0), counts[2] + 1
         state = State(cache.after_pass(pages.advance(cache.pool, row, accepted)), at_last(of_places, logits))
         return state, jax.tree.map(at_last, then, first), is_active & ~ends, count, carries, kept, counts
 

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.engine.parts.base import Draw, Step, StepPart
+from jkv.engine.parts.base import Draw, StepPart
 from jkv.engine.parts.returned import OwnLogProbs
 from jkv.engine.parts.table import KINDS, Parts
-from jkv.engine.state import empty_state
 from jkv.testing import tiny_model
 from tests.repository.pages import ROOT
 
@@ -57,7 +56,7 @@ class Alternating(StepPart):
 
     def draw(self, draw: Draw, carry: Any) -> Draw:
         odd = jnp.arange(draw.logits.shape[-1], dtype=jnp.int32) % 2 == 1
-        is_allowed = (odd == carry[:, None]) | ~self.alternates[:, None]
+        is_allowed = (odd == carry[:, None, None]) | ~self.alternates[:, None, None]
         return draw._replace(logits=jnp.where(is_allowed, draw.logits, -jnp.inf))
 
     def take(self, step: Step, carry: Any) -> tuple[Step, Any]:
@@ -150,11 +149,8 @@ def test_parts_change_nothing_of_rows_that_do_not_ask_for_them():
 
 def test_a_part_that_masks_logits_leaves_the_models_own_log_probabilities():
     """As greedy draws of a masked row would otherwise return the masked ones for them."""
-    model, one = tiny_model(), jnp.ones(1, jnp.int32)
-    cache = empty_state(model.config, jkv.Needs(), num_rows=1, num_pages=4, max_pages=2, page_size=4).cache
-    logits, hidden = jnp.array([[1.0, 3.0, 2.0]]), jnp.zeros((1, 1, model.config.width))
-    step = Step(model.params, cache, one, token=jnp.array([[2]]), num_new=one, is_active=one > 0)
-    masked = Draw(jnp.array([[1.0, -jnp.inf, 2.0]]), own=logits)
-    own = OwnLogProbs().report(step, masked, hidden, cache, ())["log_prob_own"]
-    np.testing.assert_allclose(own, jax.nn.log_softmax(logits)[:, 2], atol=1e-6)
-    assert OwnLogProbs().report(step, masked._replace(is_own=True), hidden, cache, ()) == {}
+    logits, token = jnp.array([[[1.0, 3.0, 2.0]]]), jnp.array([[2]])
+    masked = Draw(jnp.array([[[1.0, -jnp.inf, 2.0]]]), own=logits, index=jnp.zeros_like(token))
+    own = OwnLogProbs().drawn(masked, token)["log_prob_own"]
+    np.testing.assert_allclose(own, jax.nn.log_softmax(logits)[..., 2], atol=1e-6)
+    assert OwnLogProbs().drawn(masked._replace(is_own=True), token) == {}

@@ -14,12 +14,15 @@ import pytest
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from jkv.cache.attention import Cache
+from jkv.cache.pool import Pool
 from jkv.engine import mesh, programs
 from jkv.engine.parts.steering import Steering
 from jkv.engine.programs import ChunkInputs
 from jkv.engine.state import Snapshot, State, empty_state
 from jkv.eviction import Needs
-from jkv.model.params import ModelConfig
+from jkv.model.params import ModelConfig, Params
+from jkv.model.sampling import SamplingRows
 from jkv.model.sharding import BOTH, EXPERTS, SPLIT, SPLIT_WEIGHTS, leaf_hints, letters_of, spec_of, specs_of
 from jkv.model.sharding import P as Spec
 from jkv.model.weight_shapes import weight_shapes
@@ -126,12 +129,12 @@ def test_what_names_no_axes_is_an_error_when_the_program_is_built(program, messa
     ("record", "name"),
     [
         (programs.ChunkInputs, "decode_chunk: inputs.planted"),
-        (programs.SamplingRows, "decode_chunk: inputs.sampling.planted"),
+        (SamplingRows, "decode_chunk: inputs.sampling.planted"),
         (Steering, "decode_chunk: inputs.parts.steer.planted"),
         (programs.ChunkOutputs, r"decode_chunk: its result\[1\].planted"),
-        (programs.Cache, "decode_chunk: state.cache.planted"),
-        (programs.pages.Pool, "decode_chunk: state.cache.pool.planted"),
-        (programs.Params, "decode_chunk: params.planted"),
+        (Cache, "decode_chunk: state.cache.planted"),
+        (Pool, "decode_chunk: state.cache.pool.planted"),
+        (Params, "decode_chunk: params.planted"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -190,14 +193,14 @@ def test_every_array_of_the_state_has_the_axes_of_its_annotation():
 
 def test_every_weight_has_the_axes_of_its_annotation():
     params, seen = weight_shapes(CONFIG), []
-    assert_fits(programs.Params, params, "params", seen)
+    assert_fits(Params, params, "params", seen)
     assert len(seen) == len(jax.tree.leaves(params)) == 3 + 3 * 14
 
 
 @pytest.mark.parametrize("form", [lambda x: x, unfolded, adapted], ids=["plain", "unfolded", "adapted"])
 def test_weights_in_any_form_have_a_spec_for_each_array(form):
     params = jax.eval_shape(form, weight_shapes(CONFIG))
-    specs = specs_of(programs.Params, params, "params")
+    specs = specs_of(Params, params, "params")
     count = len(jax.tree.leaves(params))
     assert len(jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, Spec))) == count
     layer = specs.layers[2]

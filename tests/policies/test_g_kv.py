@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jkv
+from jkv.cache import attention
 from jkv.cache import pool as pages
 from jkv.engine import programs
 from jkv.engine.state import empty_state
@@ -93,7 +94,7 @@ class Cache:
             oldest_first = np.stack([ring[layer, row, (self.length[row] - WINDOW + w) % WINDOW] for w in range(WINDOW)], axis=1)
             for head in range(HEADS):
                 self.query[layer, row, head] = oldest_first[GROUP * head : GROUP * (head + 1)].astype(np.float64)
-        self.state = self.state._replace(cache=programs.Cache(pages.advance(pool, rows, counts), jnp.asarray(ring)))
+        self.state = self.state._replace(cache=attention.Cache(pages.advance(pool, rows, counts), jnp.asarray(ring)))
 
     def compact(self, row, **settings):
         """Compacts a row, here and there."""

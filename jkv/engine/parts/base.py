@@ -7,7 +7,9 @@ also builds pytrees whose leaves are not arrays.) What a part carries from one s
 To add a part, write a `StepPart` in a file of its own, and add its field to `jkv.engine.parts.table.Parts`. A part that keeps
 arrays on the device from chunk to chunk also needs a field of `Carried`, and one that reports to the host a field of
 `ChunkOutputs`. A part whose inputs follow from the tokens drawn so far
-must be known to `Sample.can_plan`, because chunks may be dispatched before the last one is read.
+must be known to `Sample.can_plan`, because chunks may be dispatched before the last one is read. A part whose draws depend on
+the tokens before them, such as a grammar, must keep guesses from its rows (`jkv.engine.parts.drafting`): at a guess, it has not
+seen those before it.
 """
 
 import dataclasses
