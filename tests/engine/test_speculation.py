@@ -133,7 +133,7 @@ def test_nothing_follows_a_stop_token_or_the_limit():
     texts, tokens = texts_of(expected), [one.tokens[0].tolist() for one in expected]
     stop = next(token for token in tokens[0][9:] if token not in tokens[0][:9])
     limits = [TOKENS, 5, 18]
-    out, engine = run(tiny_model(), Guess(texts, 3), POLICIES["full"], limits=limits, stop_ids=[stop])
+    out, _ = run(tiny_model(), Guess(texts, 3), POLICIES["full"], limits=limits, stop_ids=[stop])
     for result, own, limit in zip(out, tokens, limits, strict=True):
         own = own[:limit]
         own = own[: own.index(stop) + 1] if stop in own else own
