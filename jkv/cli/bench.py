@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
         if not 0 < given.get(name, 1) < MOST_SIZE:
             flag = f"--{name.replace('_', '-')}"
             raise refused(f"{flag} must be positive and below 2**31; got {shown(given[name])}.", **{name: "out_of_range"})
-    for name in ("lengths", "budgets", "batches", "budget_batches", "chunks"):
+    for name in ("lengths", "budgets", "batches", "budget_batches", "chunks", "drafts"):
         if name in given and not (given[name] and all(0 < size < MOST_SIZE for size in given[name])):
             rule = f"--{name} must be sizes, each positive and below 2**31; got {shown(given[name])}."
             raise refused(rule, **{name: "out_of_range"})
@@ -160,6 +160,15 @@ def measure_latency(chosen: dict[str, Any], report: Any) -> dict[str, Any]:
     return latency.measure(fixtures.model_of(chosen.pop("model")), [full(), r_kv(128, 16)], **chosen, report=report)
 
 
+def measure_speculate(chosen: dict[str, Any], report: Any) -> dict[str, Any]:
+    """What guesses of the next tokens gain."""
+    from jkv.bench import fixtures, speculate
+    from jkv.policies import full, r_kv
+
+    policies = [full(), r_kv(chosen.pop("budget"), 16)]
+    return speculate.measure(fixtures.model_of(chosen.pop("model")), policies, **chosen, report=report)
+
+
 COMMON = (
     Option("quick", bool, False, "sizes of a test: checks that it runs, not how fast"),
     Option(
@@ -192,6 +201,19 @@ BENCHES = {
             Option("new_tokens", int, 256),
         ),
         {"batches": [2], "chunks": [4], "rounds": 1, "new_tokens": 24},
+    ),
+    "speculate": Benchmark(
+        "tokens a step and time with guesses of the next tokens, beside plain decoding",
+        measure_speculate,
+        (
+            rounds(3),
+            MODEL,
+            Option("batches", list, [1, 8], "rows, comma-separated", whole),
+            Option("drafts", list, [1, 3, 7], "guesses a step, comma-separated", whole),
+            Option("budget", int, 128, "slots of R-KV, beside the full cache"),
+            Option("new_tokens", int, 256, "of each row"),
+        ),
+        {"batches": [2], "drafts": [3], "rounds": 1, "new_tokens": 24, "budget": 32},
     ),
     "serve": Benchmark(
         f"what users of a server wait for, by the rate of requests and the policy ({install('serve')})",

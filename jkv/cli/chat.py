@@ -58,6 +58,7 @@ def run(options: argparse.Namespace) -> int:
         return remote_chat.run(options)
     from jkv.checkpoints.chat_template import has_chat_template
     from jkv.cli.generate import show_text, summarise
+    from jkv.engine.drafters import drafter_named
     from jkv.engine.engine import Engine
     from jkv.generate import log_programs
     from jkv.policies import make
@@ -80,6 +81,7 @@ def run(options: argparse.Namespace) -> int:
         kv_dtype=options.kv_dtype,
         policies=[policy],
         kernels=options.kernels,
+        speculate=drafter_named(options.speculate, options.drafts),
     )
     sampling = sampling_of(options, model.sampling)
     begin = [] if options.system is None else [{"role": "system", "content": options.system}]

@@ -46,6 +46,7 @@ def run(options: argparse.Namespace) -> int:
         if options.out and Path(options.out).absolute() == options.html.absolute():
             raise refused(f"--html and --out must be two files; got {options.html} for both.", html="conflict")
     from jkv import viz
+    from jkv.engine.drafters import drafter_named
     from jkv.engine.results import FAILED
     from jkv.generate import generate
     from jkv.policies import make
@@ -69,6 +70,7 @@ def run(options: argparse.Namespace) -> int:
         kv_dtype=options.kv_dtype,
         max_running=options.max_running,
         kernels=options.kernels,
+        speculate=drafter_named(options.speculate, options.drafts),
         return_trace=options.html is not None,
     )
     if options.html:

@@ -158,6 +158,13 @@ MESH = dataclasses.replace(
     ONE_MESH,
     help="splits the model and its cache over N devices; data=M,tensor=N runs M replicas, each on N; default: one device",
 )
+SPECULATE = Option(
+    "speculate",
+    str,
+    None,
+    "ngram guesses the next tokens from the text so far, for texts that repeat themselves; default: one token a step",
+)
+DRAFTS = Option("drafts", int, None, "guesses that a step checks, 1 to 7; default: 3", more={"metavar": "N"})
 KERNELS = Option(
     "kernels", str, None, '"reference" computes everything by plain XLA; see docs/devices.md; default: the best for the device'
 )
@@ -194,6 +201,8 @@ ENGINE = (  # a model, a policy and how it decodes
     MAX_POSITIONS,
     MESH,
     KV_DTYPE,
+    SPECULATE,
+    DRAFTS,
     KERNELS,
     VERBOSE,
 )

@@ -12,6 +12,7 @@ from jkv.cli.inputs import LOOKS, load_model
 from jkv.cli.options import (
     BUDGET,
     DEVICE_PAGE_SIZE,
+    DRAFTS,
     DTYPE,
     KERNELS,
     KV_DTYPE,
@@ -20,6 +21,7 @@ from jkv.cli.options import (
     ONE_MESH,
     PARSE_SPECIAL,
     SET,
+    SPECULATE,
     VERBOSE,
     WEIGHT_DTYPE,
     Option,
@@ -66,6 +68,8 @@ OPTIONS = (
     MAX_POSITIONS,
     ONE_MESH,
     KV_DTYPE,
+    SPECULATE,
+    DRAFTS,
     Option(
         "no_prefix_cache",
         bool,
@@ -110,6 +114,7 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"serve needs starlette, uvicorn and prometheus-client; {error}. Run: {install('serve')}") from None
     import logging
 
+    from jkv.engine.drafters import drafter_named
     from jkv.engine.engine import Engine
     from jkv.policies import has_budget, make, r_kv
     from jkv.policies.own import is_own
@@ -143,6 +148,7 @@ def run(options: argparse.Namespace) -> int:
         policies=[*([] if is_sealed else [r_kv(budget=OPEN_CONTEXT)]), policy, *more],  # requests may name what needs no more
         max_stop_ids=MOST_STOP_IDS,
         kernels=options.kernels,
+        speculate=drafter_named(options.speculate, options.drafts),
         prefix_cache=not (options.no_prefix_cache or model.config.unpaged_layers or is_sealed),
     )
     if options.host not in LOCAL and key is None:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jkv.checks import out_of_range, shown, typed
+from jkv.checks import check_known, out_of_range, shown, typed
 from jkv.errors import InputError, refused
 
 NOTHING = -1  # in a history: before the first token of the row
@@ -129,6 +129,21 @@ def ngram(drafts: int = 3, *, most: int = 4, least: int = 2, history: int = 4096
 
 
 DRAFTERS = {"ngram": ngram}
+
+
+def drafter_named(name: str | None, drafts: int | None = None) -> Drafter | None:
+    """The drafter that a command line names; None without a name.
+
+    Raises:
+      ValueError: an unknown name, a number out of its range, or a number of guesses of no drafter.
+    """
+    if name is None:
+        if drafts is not None:
+            rule = f"--drafts is for --speculate; got {drafts} alone. Add --speculate ngram, or leave it out."
+            raise refused(rule, drafts="conflict")
+        return None
+    check_known(DRAFTERS, speculate=name)
+    return DRAFTERS[name]() if drafts is None else DRAFTERS[name](drafts)
 
 
 def check_drafter(drafter: Any, vocab_size: int, num_rows: int) -> Drafter:

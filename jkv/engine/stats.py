@@ -208,6 +208,7 @@ class Stats:
             f"{self.evicted:,.0f} tokens evicted in {counted(self.compactions, 'compaction')}",
             f"{self.shared:,} tokens shared" if self.sharing is not None else "",
             f"{self.tokens_per_second:,.0f} tokens/s",
+            f"{self.tokens_per_step:.2f} tokens a step" if self.drafted else "",
             f"compiled in {self.compile_seconds:.1f} s",
             f"seed {self.seed}" if self.seed is not None else "",
         ]

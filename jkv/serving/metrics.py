@@ -174,6 +174,9 @@ class EngineCollector(Collector):
             ("jkv:turns", "Samples that continued a kept row.", stats.turns),
             ("jkv:forks", "Samples that started from a prompt prefilled for several.", stats.forks),
             ("jkv:row_steps", "Rows times decode steps; vllm:generation_tokens is how many drew a token.", stats.row_steps),
+            ("jkv:speculated_row_steps", "Row steps that checked guesses of the next tokens.", stats.speculated_steps),
+            ("vllm:spec_decode_num_draft_tokens", "Guesses of the next tokens that were checked.", stats.drafted),
+            ("vllm:spec_decode_num_accepted_tokens", "Guesses of the next tokens that proved right.", stats.accepted),
             ("jkv:engine_seconds", "Of the engine's steps, compilation excluded.", stats.seconds),
             ("jkv:host_seconds", "Of these, what did not wait for the device.", stats.host_seconds),
             (

@@ -6,6 +6,7 @@ writes `decode-steps.json` and `decode-steps.md`. A setting takes half a minute 
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -20,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.engine.device_program import LEAST_ROWS
+from jkv.engine.drafters import Ngram
 from jkv.planning import roofline
 from jkv.policies import r_kv
 from jkv.testing import assert_no_pool_copy
@@ -35,13 +37,17 @@ OF_A_TPU = re.compile(
 
 
 class Setting(NamedTuple):
-    """A device, the size of its pool and the batch; R-KV with a ring of eight queries, `slots` per row and KV head."""
+    """A device, the size of its pool and the batch; R-KV with a ring of eight queries, `slots` per row and KV head.
+
+    With `drafts`, a step checks so many guesses in each row.
+    """
 
     target: str
     model: str
     pool_gb: float
     batch: int
     slots: int
+    drafts: int = 0
 
 
 class Step(NamedTuple):
@@ -100,8 +106,10 @@ def compiled_step(setting: Setting, num_layers: int, **options: Any) -> Compiled
         num_rows=max(setting.batch, LEAST_ROWS.get(platform, 1)),
         slots=setting.slots,
         pool_gb=setting.pool_gb,
+        places=setting.drafts + 1,
     )
-    program, thunks = compile_and_dump(setting.target, programs.decode, shapes, options)
+    drafter = Ngram(setting.drafts) if setting.drafts else None
+    program, thunks = compile_and_dump(setting.target, functools.partial(programs.decode, drafter=drafter), shapes, options)
     if platform != "cuda":
         return Compiled(program, len(OF_A_TPU.findall(loop_body(program.as_text()))), 0, shapes.state)
     body = thunks.split("  body:", 1)[1]

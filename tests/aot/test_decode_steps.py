@@ -49,6 +49,18 @@ def test_a_step_on_a_gpu_is_one_graph_of_few_kernels(setting):
     assert step.temporary_bytes < 2e6 * max(32, setting.batch)
 
 
+@pytest.mark.parametrize("batch", [1, pytest.param(32, marks=pytest.mark.slow)])
+def test_a_step_of_four_tokens_of_each_row_has_hardly_more_kernels_than_one_of_one(batch):
+    skip_without_compiler("h200")
+    plain = decode_steps.Setting("h200", "r1-llama-8b", 110, batch, 1152)
+    one, four = (decode_steps.step_of(setting) for setting in (plain, plain._replace(drafts=3)))
+    num_layers = decode_steps.MODELS[plain.model].num_layers
+    print(one, four)
+    assert four.layer_kernels <= one.layer_kernels
+    assert four.kernels(num_layers) <= 1.05 * one.kernels(num_layers)
+    assert four.computed_twice == 0
+
+
 @pytest.mark.parametrize("setting", marked(ON_TPUS))
 def test_a_step_on_a_tpu_copies_no_pool_and_computes_nothing_twice(setting):
     skip_without_compiler(setting.target)

@@ -17,8 +17,10 @@ from jkv.cache.pool import LOG_WEIGHT
 from jkv.engine import programs as device
 from jkv.engine import row_moves, scheduler, sharer
 from jkv.engine.chunk_inputs import LARGE
+from jkv.engine.drafters import Ngram
 from jkv.engine.parts.alignment import Alignment
 from jkv.engine.parts.base import Carried
+from jkv.engine.parts.drafting import Drafting
 from jkv.engine.parts.gating import Gating
 from jkv.engine.parts.penalties import Penalties
 from jkv.engine.parts.returned import Experts, HiddenStates
@@ -102,6 +104,7 @@ def shapes_of(
     slots: int = BUDGET + INTERVAL,
     pool_gb: float | None = None,
     kv_dtype: str | None = None,
+    places: int = 1,
 ) -> Shapes:
     """A full engine, with 32 rows of the slots of R-KV's budget and interval in 28 layers by default.
 
@@ -119,7 +122,7 @@ def shapes_of(
     kv_format = FORMATS.get(kv_dtype)
     if kv_dtype in SEALED:
         kv_format = dataclasses.replace(SEALED[kv_dtype], page=page_size)
-    sizes = {"num_rows": num_rows, "num_pages": num_pages, "max_pages": max_pages, "page_size": page_size}
+    sizes = {"num_rows": num_rows, "num_pages": num_pages, "max_pages": max_pages, "page_size": page_size, "places": places}
     state = jax.eval_shape(functools.partial(empty_state, config, needs, **sizes, dtype=dtype, kv_format=kv_format))
     if layout is None and {device.platform for device in sharding.device_set} == {"gpu"}:
         layout = join_weights
@@ -136,6 +139,7 @@ def decode(
     draws: str = "sampled",
     penalises: bool = False,
     returns_experts: bool = False,
+    drafter: Ngram | None = None,
 ) -> Any:
     """A chunk of decode steps."""
     leaf, rows = shapes.leaf, shapes.state.logits.shape[0]
@@ -165,9 +169,13 @@ def decode(
         parts = parts._replace(hidden=HiddenStates())
     if returns_experts:
         parts = parts._replace(experts=Experts())
+    if drafter is not None:
+        parts = parts._replace(draft=Drafting(leaf(rows, dtype=bool), leaf(rows)))
+        carried = carried._replace(history=leaf(rows, drafter.history))
     alive = leaf(rows, dtype=bool)  # as an engine that runs a chunk ahead passes it
     inputs = ChunkInputs(leaf(rows), leaf(rows, 1), settings, key, rules, reads, sinks, alive, parts)
-    return device.decode_chunk.trace(shapes.params, shapes.state, inputs, carried, num_steps=scheduler.CHUNKS[0], draws=draws)
+    given = shapes.params, shapes.state, inputs, carried
+    return device.decode_chunk.trace(*given, num_steps=scheduler.CHUNKS[0], draws=draws, drafter=drafter)
 
 
 def prefill(shapes: Shapes, num_tokens: int = LARGE, returns_experts: bool = False) -> Any:

@@ -98,6 +98,16 @@ def test_latency_is_that_of_every_batch_chunk_and_policy(capsys, tmp_path, shape
         assert 0 < one["token_p50_ms"] <= one["token_p99_ms"]
 
 
+def test_guesses_change_no_text_and_need_fewer_steps(capsys, tmp_path):
+    said = bench(capsys, tmp_path, "speculate")
+    assert [(one["policy"], one["drafts"]) for one in said["records"]] == [("full", 0), ("full", 3), ("r_kv", 0), ("r_kv", 3)]
+    for plain, guessed in (said["records"][:2], said["records"][2:]):
+        assert (plain["equal"], guessed["equal"]) == (1, 1)
+        assert plain["tokens_per_step"] == plain["times_plain"] == 1
+        assert 1 < guessed["tokens_per_step"] <= 4
+        assert 0 < guessed["accepted"] <= 1
+
+
 def test_a_server_is_started_and_loaded_at_each_rate_and_policy(capsys, tmp_path):
     pytest.importorskip("uvicorn")
     said = bench(capsys, tmp_path, "serve", "--rates", "40,inf")
