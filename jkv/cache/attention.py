@@ -98,7 +98,7 @@ class DecodeAttention(NamedTuple):
             pool, query, ring = self.append(layer, query, key, value, cache)
         num_layers, num_kv_heads = len(self.length), key.shape[2]
         rows = batch * num_kv_heads
-        query_RGH = jnp.swapaxes(query.reshape(batch, places, num_kv_heads, -1), 1, 2).reshape(rows, -1, head_size)
+        query_RGH = query.reshape(rows, -1, head_size) if places == 1 else query
         page_table = pool.page_table.reshape(num_layers, rows, -1)
         length = self.length.reshape(num_layers, rows, *self.length.shape[3:])
         log_weight = pool.slot_data.get(pages.LOG_WEIGHT)
@@ -133,8 +133,12 @@ class DecodeAttention(NamedTuple):
             out = merge((out, sinks_out), (log_total, sinks_total))
             log_total = log_total if sink is None else jnp.logaddexp(log_total, sinks_total)
         if sink is not None:  # from here on the probabilities are those with the sink, the accumulated mass of H2O and TOVA too
-            of_places = jnp.tile(sink_of_rows(sink, batch, num_kv_heads), (1, places))
-            out, log_total = add_sink(out, log_total, of_places)
+            of_rows = sink_of_rows(sink, batch, num_kv_heads)
+            if places > 1:  # by place, as the output is
+                by_row = log_total.reshape(batch, num_kv_heads, places, -1)
+                log_total = jnp.swapaxes(by_row, 1, 2).reshape(batch, places, num_heads)
+                of_rows = jnp.broadcast_to(sink.astype(jnp.float32), log_total.shape)
+            out, log_total = add_sink(out, log_total, of_rows)
         victim = cache.victim
         if self.rules is not None and not is_stored:  # the slots are of the layer that stored them, and so is their mass
             assert logits is not None
@@ -153,7 +157,6 @@ class DecodeAttention(NamedTuple):
             pool = pool.replace(slot_data=pool.slot_data | {"mass": pool.slot_data["mass"].at[layer].set(mass)})
             victim = victim.at[layer].set(slot)
         cache = cache._replace(pool=pool, query_ring=ring, victim=victim, is_read=is_read, choice=choice)
-        out = jnp.swapaxes(out.reshape(batch, num_kv_heads, places, -1), 1, 2)
         return out.reshape(batch, places, num_heads, head_size), cache
 
     def turn(self, layer: int) -> tuple[Float[Array, "BT half"], Float[Array, "BT half"]]:

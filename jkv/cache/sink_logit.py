@@ -16,8 +16,8 @@ def sink_of_rows(sink: Float[Array, " N"], num_rows: int, num_kv_heads: int) -> 
 
 
 def add_sink(
-    out: Float[Array, "R G H"], log_total: Float[Array, "R G"], sink: Float[Array, "R G"]
-) -> tuple[Float[Array, "R G H"], Float[Array, "R G"]]:
+    out: Float[Array, "*R H"], log_total: Float[Array, "*R"], sink: Float[Array, "*R"]
+) -> tuple[Float[Array, "*R H"], Float[Array, "*R"]]:
     """An attention's output and the log of its denominator, with the sink's term in it.
 
     In: an output of 6, whose denominator has the log 1, and a sink of 1 -> Out: 3, and the log 1 + log(2).

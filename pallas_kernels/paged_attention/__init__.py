@@ -1,9 +1,11 @@
 """Decode attention of one query position, or of a few that follow each other, over the pages of each row."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import hadamard
@@ -27,7 +29,34 @@ def of_layer(
     def why_not_cut(query: Any, kv: Any, *tables: Any, with_logits: bool = False) -> str | None:
         return why_not(query, kv, *jax.eval_shape(cut, *tables), with_logits=with_logits) if why_not else None
 
-    return Implementation(cut_and_run, platform, why_not_cut, reads_codes, reads_groups)
+    return Implementation(
+        **by_row(cut_and_run, why_not_cut), platform=platform, reads_codes=reads_codes, reads_groups=reads_groups
+    )
+
+
+def by_row(run: Callable[..., Any], why_not: Callable[..., str | None] | None = None) -> dict[str, Any]:
+    """An implementation for queries by row, which takes queries by place [B, T, N, H] too; XLA moves them."""
+
+    def rows(query: Any, num_rows: int) -> Any:
+        if query.ndim == 3:
+            return query
+        batch, places, _, head_size = query.shape
+        return jnp.swapaxes(query.reshape(batch, places, num_rows // batch, -1), 1, 2).reshape(num_rows, -1, head_size)
+
+    def run_rows(query: Any, kv: Any, page_table: Any, *rest: Any, with_logits: bool = False) -> Any:
+        out, *others = run(rows(query, page_table.shape[-2]), kv, page_table, *rest, with_logits=with_logits)
+        if query.ndim == 4:
+            batch, places, _, head_size = query.shape
+            out = jnp.swapaxes(out.reshape(batch, -1, places, out.shape[1] // places * head_size), 1, 2).reshape(query.shape)
+        return out, *others
+
+    def why_not_rows(query: Any, kv: Any, page_table: Any, *rest: Any, with_logits: bool = False) -> str | None:
+        if why_not is None:
+            return None
+        shape = jax.eval_shape(functools.partial(rows, num_rows=page_table.shape[-2]), query)
+        return why_not(shape, kv, page_table, *rest, with_logits=with_logits)
+
+    return {"run": run_rows, "why_not": why_not_rows}
 
 
 def cut(page_table: Any, length: Any, log_weight: Any = None, layer: Any = None) -> tuple[Any, Any, Any]:
@@ -47,7 +76,7 @@ IMPLEMENTATIONS = {
 
 
 def paged_attention(
-    query: Float[Array, "R G H"],
+    query: Float[Array, "R G H"] | Float[Array, "B T N H"],
     kv: Numbers,
     page_table: Int[Array, "*L R MP"],
     length: Int[Array, "*L R"] | Int[Array, "*L R T"],
@@ -56,7 +85,7 @@ def paged_attention(
     *,
     with_logits: bool = False,
     implementation: str | None = None,
-) -> tuple[Float[Array, "R G H"], Float[Array, "R G"], Float[Array, "R G S"] | None]:
+) -> tuple[Any, Float[Array, "R _G"], Float[Array, "R _G S"] | None]:
     """The attention output of each row's query group over its filled slots, and the log of the softmax's denominator.
 
     Slot s of a row is in page `page_table[r, s // page]` at offset `s % page`. The first `length[r]` slots are filled; later
@@ -68,8 +97,9 @@ def paged_attention(
     implementations take a rotated query.
 
     Rows of T places (a step that appends several tokens) have lengths with one more axis: how many slots the queries of each
-    place read, the most at the last one. Then G counts T times the query heads of a KV head, place after place, and each page
-    is read once for all of them. A query's result does not depend on what the later places read.
+    place read, the most at the last one. Then a row has T times the query heads of a KV head, place after place, and each page
+    is read once for all of them. A query's result does not depend on what the later places read. Queries and outputs may be by
+    place, [B, T, N, H], as the model has them, where R = B * K: a GPU's kernel then reads and writes them where they are.
 
     With `layer`, tables, lengths and log-weights are those of all layers, and the kernel reads those of this layer in place.
 

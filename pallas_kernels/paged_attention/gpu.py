@@ -7,6 +7,7 @@ takes whole ones and joins their pieces itself.
 """
 
 import functools
+import math
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -45,8 +46,8 @@ def why_not(
         return f"queries and pool must both be float32, bfloat16 or float16; got {query.dtype} and {kv.dtype}"
     if kv.shape[3] % 16 or not 16 <= kv.shape[3] <= 256:
         return f"the head size must be a multiple of 16 up to 256; got {kv.shape[3]}"
-    if query.shape[1] > MOST_GROUP:
-        return f"a KV head must have at most {MOST_GROUP} query heads, times the places of a row; got {query.shape[1]}"
+    if (group := group_of(query.shape, page_table.shape[-2])) > MOST_GROUP:
+        return f"a KV head must have at most {MOST_GROUP} query heads, times the places of a row; got {group}"
     return None
 
 
@@ -59,6 +60,21 @@ def whole_head(head_size: int) -> int:
     (16, 128, 128)
     """
     return max(16, 1 << (head_size - 1).bit_length())
+
+
+def group_of(shape: tuple[int, ...], num_rows: int) -> int:
+    """Queries of a row, of all of its places."""
+    return math.prod(shape[:-1]) // num_rows
+
+
+def query_at(ref: Any, num_rows: int, row: Any, head: Any) -> tuple[Any, ...]:
+    """Where some queries of a row are, in an array of queries by row [R, G, H] or by place [B, T, N, H]."""
+    if len(ref.shape) == 3:
+        return row, head
+    num_kv_heads = num_rows // ref.shape[0]
+    of_place = ref.shape[2] // num_kv_heads
+    in_place = lax.rem(row, num_kv_heads) * of_place + lax.rem(head, of_place)
+    return lax.div(row, num_kv_heads), lax.div(head, of_place), in_place
 
 
 def padded_group(group: int) -> int:
@@ -102,7 +118,7 @@ def num_pieces(num_slots: int) -> int:
 
 @functools.partial(jax.jit, static_argnames=("with_logits", "programs", "interpret"))
 def paged_attention(
-    query: Float[Array, "R G H"],
+    query: Float[Array, "R G H"] | Float[Array, "B T N H"],
     kv: Numbers,
     page_table: Int[Array, "*L R MP"],
     length: Int[Array, "*L R"] | Int[Array, "*L R T"],
@@ -111,10 +127,10 @@ def paged_attention(
     with_logits: bool = False,
     programs: int | None = None,
     interpret: Any = False,
-) -> tuple[Float[Array, "R G H"], Float[Array, "R G"], Float[Array, "R G S"] | None]:
+) -> tuple[Float[Array, "R G H"] | Float[Array, "B T N H"], Float[Array, "R _G"], Float[Array, "R _G S"] | None]:
     """See `pallas_kernels.paged_attention`. `programs` changes no result; None is as many as the GPU runs at once."""
-    num_rows, group, head_size = query.shape
-    num_slots = page_table.shape[-1] * kv.shape[2]
+    num_rows, head_size = page_table.shape[-2], query.shape[-1]
+    group, num_slots = group_of(query.shape, num_rows), page_table.shape[-1] * kv.shape[2]
     if length.ndim < page_table.ndim:
         length = length[..., None]
     if layer is None:
@@ -128,12 +144,13 @@ def paged_attention(
     of_bytes = isinstance(kv, Quantised) and not is_rotated(kv)
     is_whole = pieces == 1 or (takes_whole_rows(num_rows, pieces, programs) and log_weight is None and not of_bytes)
     programs = num_rows if pieces == 1 else min(programs, num_rows * (1 if is_whole else pieces))
-    parts = 1 if is_whole else pieces
     pool, format = ([kv.codes, kv.scale], kv.format) if isinstance(kv, Quantised) else ([kv], None)
     shapes = [
-        jax.ShapeDtypeStruct((num_rows, parts, group, head_size), query.dtype if is_whole else jnp.float32),
-        jax.ShapeDtypeStruct((num_rows, parts, group), jnp.float32),
+        jax.ShapeDtypeStruct((num_rows, pieces, group, head_size), jnp.float32),
+        jax.ShapeDtypeStruct((num_rows, pieces, group), jnp.float32),
     ]
+    results = [jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct((num_rows, group), jnp.float32)]
+    shapes = results if is_whole else shapes
     if with_logits:
         shapes.append(jax.ShapeDtypeStruct((num_rows, group, num_slots), jnp.float32))
     weights = [] if log_weight is None else [log_weight]
@@ -148,16 +165,13 @@ def paged_attention(
         interpret=interpret,
     )
     if is_whole:
-        return part_RCGH[:, 0], log_total_RCG[:, 0], logits[0] if logits else None
+        return part_RCGH, log_total_RCG, logits[0] if logits else None
     out_RGH, log_total_RG = launch(
         combine_row,
         *(part_RCGH, log_total_RCG, length, layer),
         name="paged_attention_combine",
         grid=(num_rows, group),
-        out_shape=[
-            jax.ShapeDtypeStruct(query.shape, query.dtype),
-            jax.ShapeDtypeStruct(query.shape[:2], jnp.float32),
-        ],
+        out_shape=results,
         num_warps=4,
         interpret=interpret,
     )
@@ -190,7 +204,7 @@ def attend_share(
     weight_ref, *outputs = refs if is_weighted else (None, *refs)
     program, layer = pl.program_id(0), layer_ref[0]
     refs = query_ref, kv_ref, scale_ref, table_ref, length_ref, layer, weight_ref, *outputs
-    num_rows, num_slots = outputs[0].shape[0], table_ref.shape[2] * kv_ref.shape[2]
+    num_rows, num_slots = length_ref.shape[1], table_ref.shape[2] * kv_ref.shape[2]
     block, pieces = block_size(kv_ref.shape[3], kv_ref.dtype.itemsize, query_ref.dtype.itemsize), num_pieces(num_slots)
     length_of = functools.partial(length_in, length_ref, layer, num_slots)
 
@@ -221,12 +235,16 @@ def length_in(length_ref: Any, layer: Any, num_slots: int, row: Any) -> Any:
 def leave_part(format: Format | None, refs: Any, row: Any, part: Any, result: tuple[Any, Any]) -> None:
     """Writes the log of the denominator and the output of a piece or a row."""
     part_ref, log_total_ref = refs[7:9]
-    group, head_size = part_ref.shape[2:]
+    group, head_size = log_total_ref.shape[-1], part_ref.shape[-1]
     head, (log_total_G, outs) = jnp.arange(padded_group(group), dtype=jnp.int32), result
+    is_whole = len(log_total_ref.shape) == 2  # and there is one part
     for channel, out_GH in zip(channels_of(head_size, format), outs, strict=True):
         is_part = (head < group)[:, None] & (channel < head_size)[None]
-        store(part_ref.at[row, part, head[:, None], channel[None]], out_GH.astype(part_ref.dtype), mask=is_part)
-    store(log_total_ref.at[row, part, head], log_total_G, mask=head < group)
+        at = row, part, head[:, None]
+        if is_whole:
+            at = query_at(part_ref, log_total_ref.shape[0], row, head[:, None])
+        store(part_ref.at[*at, channel[None]], out_GH.astype(part_ref.dtype), mask=is_part)
+    store(log_total_ref.at[(row, head) if is_whole else (row, part, head)], log_total_G, mask=head < group)
 
 
 def attend_row(format: Format | None, refs: Any, row: Any, length: Any) -> None:
@@ -235,16 +253,17 @@ def attend_row(format: Format | None, refs: Any, row: Any, length: Any) -> None:
     def add(piece: Any, joined: Any) -> Any:
         return join(joined, *attend_piece(format, refs, row, piece, length))
 
-    padded = padded_group(refs[0].shape[1])
-    start = nothing(padded, *((padded, x.size) for x in channels_of(refs[0].shape[2], format)))
+    padded = padded_group(refs[8].shape[-1])
+    start = nothing(padded, *((padded, x.size) for x in channels_of(refs[0].shape[-1], format)))
     joined = lax.fori_loop(0, lax.div(length + PIECE - 1, PIECE), add, start)
     leave_part(format, refs, row, jnp.int32(0), whole(joined))
 
 
 def attend_piece(format: Format | None, refs: Any, row: Any, piece: Any, length: Any) -> tuple[Any, Any]:
     """For each query head and one piece of a row, the log of the softmax's denominator, and the output in parts of channels."""
-    query_ref, kv_ref, scale_ref, table_ref, length_ref, layer, weight_ref, _, _, *logits_refs = refs
-    (group, head_size), page_size, places = query_ref.shape[1:], kv_ref.shape[2], length_ref.shape[2]
+    query_ref, kv_ref, scale_ref, table_ref, length_ref, layer, weight_ref, _, log_total_ref, *logits_refs = refs
+    group, head_size, page_size = log_total_ref.shape[-1], query_ref.shape[-1], kv_ref.shape[2]
+    num_rows, places = length_ref.shape[1:]
     padded = padded_group(group)
     block = block_size(kv_ref.shape[3], kv_ref.dtype.itemsize, query_ref.dtype.itemsize)
     head, channels = jnp.arange(padded, dtype=jnp.int32), channels_of(head_size, format)
@@ -255,7 +274,8 @@ def attend_piece(format: Format | None, refs: Any, row: Any, piece: Any, length:
     queries = []
     for channel in channels:
         is_query = is_head[:, None] & (channel < head_size)[None]
-        queries.append(load(query_ref.at[row, head[:, None], channel[None]], mask=is_query, other=0.0))
+        at = query_at(query_ref, num_rows, row, head[:, None])
+        queries.append(load(query_ref.at[*at, channel[None]], mask=is_query, other=0.0))
     begin = piece * PIECE
     end = lax.min(begin + PIECE, length)
 
@@ -407,7 +427,7 @@ def combine_row(part_ref: Any, log_total_ref: Any, length_ref: Any, layer_ref: A
 
     turns = lax.div(own + COMBINED - 1, COMBINED)
     log_total, (out_H,) = whole(lax.fori_loop(0, turns, add, nothing((), (channel.size,))))
-    store(out_ref.at[row, head, channel], out_H.astype(out_ref.dtype), mask=is_channel)
+    store(out_ref.at[*query_at(out_ref, part_ref.shape[0], row, head), channel], out_H.astype(out_ref.dtype), mask=is_channel)
     store(total_ref.at[row, head], log_total)
 
 

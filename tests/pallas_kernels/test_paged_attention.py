@@ -180,6 +180,22 @@ def test_queries_of_several_places_read_what_is_filled_at_their_place(paged_atte
         np.testing.assert_array_equal(x[:, :2], y[:, :2])
 
 
+@pytest.mark.parametrize("implementation", ["gpu", "reference", "cpu", "native"])
+def test_queries_by_place_are_those_by_row(implementation):
+    """Two rows of two KV heads, with three places of two query heads each."""
+    lengths = jnp.asarray([[5, 6, 7], [17, 18, 19], [1, 2, 2], [3, 3, 3]], jnp.int32)
+    query, kv, page_table, _ = random_case(lengths[:, -1].tolist(), 6, 16, 4, 5, jnp.float32)
+    by_place = jnp.swapaxes(query.reshape(2, 2, 3, 2 * 16), 1, 2).reshape(2, 3, 4, 16)
+    one = IMPLEMENTATIONS[implementation]
+    if reason := one.why_not(query, kv, page_table, lengths, None):
+        pytest.skip(reason)
+    run = RUNS["gpu"] if implementation == "gpu" else one.run
+    expected, got = (run(x, kv, page_table, lengths, None) for x in (query, by_place))
+    moved = jnp.swapaxes(expected[0].reshape(2, 2, 3, 2 * 16), 1, 2).reshape(2, 3, 4, 16)
+    np.testing.assert_array_equal(got[0], moved)
+    np.testing.assert_array_equal(got[1], expected[1])
+
+
 @DTYPES
 def test_log_weights_are_added_to_the_logits_and_minus_infinity_is_a_vacant_slot(paged_attention, dtype):
     lengths = [7, 20, 13, 1, 0]
