@@ -7,10 +7,11 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 
 from jkv.engine.faults import working_for
-from jkv.engine.samples import Sample
+from jkv.engine.samples import Sample, Status
 
 PIECES = 2  # of the largest size that are prefilled between two chunks by default, while rows decode
 STEPS = 8  # the most decode steps of a chunk, while prompts wait
+FIRST_STEPS = 2  # the same while a row has had none, so that its first token does not wait for others
 
 Pieces = Iterator[int]  # yields the tokens of each piece before it is dispatched
 
@@ -56,13 +57,15 @@ class Filling:
             sample.is_filling = True
 
     def run(self, *, to_end: bool = False) -> bool:
-        """Dispatches as many pieces as may come between two chunks, or all of them, also where no row would wait for them.
+        """Dispatches as many pieces as may come between two chunks, or all of them; while no row decodes, at least until one may.
 
         Returns whether any rows are ready to decode that were not before.
         """
         done, is_any_ready, decodes = 0, False, self._decodes()
         self._drop_cancelled()
-        while self.queue and (to_end or not decodes or not done or done + self.queue[0].size <= self._most):
+        while self.queue and (
+            to_end or not (decodes or is_any_ready) or not done or done + self.queue[0].size <= self._most
+        ):
             work = self.queue[0]
             done += work.size
             with working_for(work.rows.values()):
@@ -73,8 +76,11 @@ class Filling:
         return is_any_ready
 
     def lowered(self, num_steps: int) -> int:
-        """Steps of the next chunk: fewer, while prompts wait."""
-        return min(num_steps, STEPS) if self.queue else num_steps
+        """Steps of the next chunk: fewer, while prompts wait, and fewest where a row has yet to draw its first token."""
+        if not self.queue:
+            return num_steps
+        running = [sample for sample in self._running.values() if sample.status is Status.RUNNING]
+        return min(num_steps, STEPS if all(sample.generated for sample in running) else FIRST_STEPS)
 
     def clear(self) -> None:
         """Forgets all prompts, whose rows are lost."""
