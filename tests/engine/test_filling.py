@@ -226,3 +226,27 @@ def test_prompts_are_prefilled_at_once_where_no_row_decodes(model):
 def test_bad_numbers_are_refused(value):
     with pytest.raises((ValueError, TypeError), match="prefill_tokens"):
         jkv.EngineOptions(prefill_tokens=value)
+
+
+def test_rows_decode_as_soon_as_they_are_filled_in_the_order_of_arrival(model):
+    """On an idle engine too: nobody's first token waits for the last prompt."""
+    engine, pieces, firsts = make(model), 0, {}
+    chunk = engine.runner.programs.prefill_chunk
+
+    class Counted:
+        def __getattr__(self, name):
+            return getattr(programs, name)
+
+        def prefill_chunk(self, *args, **options):
+            nonlocal pieces
+            pieces += 1
+            return chunk(*args, **options)
+
+    programs, engine.runner.programs = engine.runner.programs, Counted()
+    prompts = [[first, *LONG[:39]] for first in (1, 2, 3)]  # of five pieces each
+    tickets = [engine.submit(prompt, max_new_tokens=12, **FREE) for prompt in prompts]
+    while not engine.is_idle:
+        for event in engine.step():
+            firsts.setdefault(event.ticket, pieces)
+    assert list(firsts) == tickets
+    assert [firsts[ticket] for ticket in tickets] == [5, 10, 15]
