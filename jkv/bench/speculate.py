@@ -42,7 +42,7 @@ TEXTS = {
 }
 
 
-def texts_of(model: Model) -> dict[str, Sequence[str]]:
+def texts_of(model: Model) -> Mapping[str, Sequence[str]]:
     """Prompts by kind.
 
     Raises:

@@ -81,11 +81,11 @@ def draw_tokens(
     carries: Mapping[str, Any],
     logits: Float[Array, "B T V"],
     position: Int[Array, "B T"],
-    index: Int[Array, "B T"],
+    number: Int[Array, "B T"],
     draws: str,
 ) -> Drawn:
     """The token at each place, drawn from the logits before it by the key of its own position."""
-    draw, parts, places = Draw(logits, logits, index), inputs.parts.on, logits.shape[1]
+    draw, parts, places = Draw(logits, logits, number), inputs.parts.on, logits.shape[1]
     for name, part in parts.items():
         draw = part.draw(draw, carries[name])
     draw = draw._replace(is_own=draws == "greedy" and inputs.sampling.penalties is None and draw.logits is logits)
@@ -98,16 +98,14 @@ def draw_tokens(
 
     rows, key = jax.tree.map(of_places, (inputs.sampling, inputs.key))
     forced, counts = jax.tree.map(flat, (draw.forced, draw.counts))
-    token, *log_probs = sampling.draw(flat(draw.logits), rows, key, flat(position), draws, forced, counts)
-    token, *log_probs = (None if x is None else x.reshape(position.shape) for x in (token, *log_probs))
-    assert token is not None
+    drawn = sampling.draw(flat(draw.logits), rows, key, flat(position), draws, forced, counts)
+    token, log_prob, log_prob_full = jax.tree.map(lambda x: x.reshape(position.shape), drawn)
     is_last = (token[..., None] == inputs.stop_ids[:, None]).any(axis=-1)
     is_last = is_last if draw.forced is None else is_last & (draw.forced < 0)
-    out = dict(zip(("log_prob", "log_prob_full"), log_probs, strict=True))
+    out = {"log_prob": log_prob} | ({} if log_prob_full is None else {"log_prob_full": log_prob_full})
     for part in parts.values():
         out |= part.drawn(draw, token)
-    log_prob: Any = out["log_prob"]
-    return Drawn(token, is_last | ~jnp.isfinite(log_prob), {name: x for name, x in out.items() if x is not None})
+    return Drawn(token, is_last | ~jnp.isfinite(log_prob), out)
 
 
 def rows_alive(inputs: ChunkInputs) -> Bool[Array, " B"]:
@@ -148,7 +146,7 @@ def decode_chunk(
         of_tokens = {"token": token} | drawn.out
         for name, part in parts.items():
             of_tokens |= part.report(new, hidden, cache, carries[name])
-        out = {name: x[:, 0] for name, x in of_tokens.items()}
+        out: dict[str, Any] = {name: x[:, 0] for name, x in of_tokens.items()}
         out |= {"is_real": is_active, "dropped": dropped, "is_read": cache.is_read}
         state = State(cache.after_pass(pool), decoder.unembed(params, hidden[:, 0]))
         out = {name: x for name, x in out.items() if x is not None and (is_traced or name not in TRACED)}

@@ -23,10 +23,10 @@ MOST_LENGTH = 16  # of an n-gram
 
 
 class Proposal(NamedTuple):
-    """Guesses of each row's next tokens; what lies beyond the count is not read."""
+    """Guesses of each row's next tokens; what lies beyond the length is not read."""
 
     token: Int[Array, "B drafts"]
-    count: Int[Array, " B"]
+    length: Int[Array, " B"]
 
 
 @runtime_checkable

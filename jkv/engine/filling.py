@@ -57,15 +57,13 @@ class Filling:
             sample.is_filling = True
 
     def run(self, *, to_end: bool = False) -> bool:
-        """Dispatches as many pieces as may come between two chunks, or all of them; while no row decodes, at least until one may.
+        """Dispatches as many pieces as may come between two chunks, or all; while no row decodes, at least until one may.
 
         Returns whether any rows are ready to decode that were not before.
         """
         done, is_any_ready, decodes = 0, False, self._decodes()
         self._drop_cancelled()
-        while self.queue and (
-            to_end or not (decodes or is_any_ready) or not done or done + self.queue[0].size <= self._most
-        ):
+        while self.queue and (to_end or not (decodes or is_any_ready) or not done or done + self.queue[0].size <= self._most):
             work = self.queue[0]
             done += work.size
             with working_for(work.rows.values()):

@@ -51,7 +51,7 @@ def decode_chunk(
         proposal = drafter.propose(history[:, 1:], drafting.prompt)
         token = jnp.concatenate([first.token[:, None], proposal.token], axis=1)
         num_drafts = jnp.minimum(
-            proposal.count, is_token(proposal.token, params.config.vocab_size).sum(axis=1, dtype=jnp.int32)
+            proposal.length, is_token(proposal.token, params.config.vocab_size).sum(axis=1, dtype=jnp.int32)
         )
         num_drafts = jnp.where(drafting.may_draft & ~first.is_last, jnp.maximum(num_drafts, 0), 0)
         num_new = jnp.where(runs, jnp.minimum(1 + num_drafts, quota - count), 0)

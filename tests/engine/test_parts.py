@@ -150,7 +150,7 @@ def test_parts_change_nothing_of_rows_that_do_not_ask_for_them():
 def test_a_part_that_masks_logits_leaves_the_models_own_log_probabilities():
     """As greedy draws of a masked row would otherwise return the masked ones for them."""
     logits, token = jnp.array([[[1.0, 3.0, 2.0]]]), jnp.array([[2]])
-    masked = Draw(jnp.array([[[1.0, -jnp.inf, 2.0]]]), own=logits, index=jnp.zeros_like(token))
+    masked = Draw(jnp.array([[[1.0, -jnp.inf, 2.0]]]), own=logits, number=jnp.zeros_like(token))
     own = OwnLogProbs().drawn(masked, token)["log_prob_own"]
     np.testing.assert_allclose(own, jax.nn.log_softmax(logits)[..., 2], atol=1e-6)
     assert OwnLogProbs().drawn(masked._replace(is_own=True), token) == {}

@@ -72,7 +72,7 @@ class Draw(NamedTuple):
 
     logits: Float[Array, "B T V"]  # a part may mask or change them
     own: Float[Array, "B T V"]  # the model's, which no part changes
-    index: Int[Array, "B T"]  # of each token, among those that its row draws in the chunk
+    number: Int[Array, "B T"]  # of each token, among those that its row draws in the chunk
     counts: TokenCounts | None = None  # [B, 1, V]
     forced: Int[Array, "B T"] | None = None  # tokens in place of draws, -1 for none
     is_own: bool = False  # whether the log-probability of the draw is already the one of the model's own distribution

@@ -32,5 +32,5 @@ class ForcedTokens(StepPart):
         return self.replace(token=forced)
 
     def draw(self, draw: Draw, carry: Any) -> Draw:
-        row = jnp.arange(draw.index.shape[0], dtype=jnp.int32)[:, None]
-        return draw._replace(forced=self.token.at[draw.index, row].get(mode="fill", fill_value=-1))
+        row = jnp.arange(draw.number.shape[0], dtype=jnp.int32)[:, None]
+        return draw._replace(forced=self.token.at[draw.number, row].get(mode="fill", fill_value=-1))
