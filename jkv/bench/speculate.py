@@ -7,7 +7,7 @@ are compared. Time is that of decoding, compiling excluded: the programs run onc
 
 import functools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -103,7 +103,7 @@ def median_seconds(turns: Sequence[dict[str, Any]]) -> float:
 
 
 def engine_of(
-    model: Model, policy: Policy, batch: int, drafts: int, new_tokens: int, kinds: dict[str, Sequence[str]]
+    model: Model, policy: Policy, batch: int, drafts: int, new_tokens: int, kinds: Mapping[str, Sequence[str]]
 ) -> Engine:
     """An engine for whole rows; with 0 guesses, of plain steps."""
     assert model.tokenizer is not None
