@@ -1,5 +1,6 @@
 """Checks weights: they are finite, and new ones for compiled programs differ from the old ones only in their values."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -36,8 +37,16 @@ def all_finite(weights: Any) -> bool:
     """Whether no number in a tree of weights is NaN or infinite; on a CPU, without a program."""
     leaves = jax.tree.leaves(weights)
     if all(is_in_memory(leaf) for leaf in leaves):
-        return all(np.isfinite(np.asarray(leaf)).all() for leaf in leaves)
+        return all(np.isfinite(part).all() for leaf in leaves for part in parts_of(leaf))
     return bool(are_finite(leaves))
+
+
+def parts_of(leaf: Any) -> Iterator[np.ndarray]:
+    """A weight in memory, part by part: as a single NumPy array, JAX would copy one on several devices, and keep the copy."""
+    if isinstance(leaf, np.ndarray):
+        yield leaf
+    else:
+        yield from (np.asarray(shard.data) for shard in leaf.addressable_shards if shard.replica_id == 0)
 
 
 def is_in_memory(leaf: Any) -> bool:

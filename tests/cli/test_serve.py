@@ -90,7 +90,7 @@ def test_a_server_starts_answers_and_ends_when_it_is_asked_to(number):
     try:
         while not (found := re.search(r"serving tiny-reasoner, policy r_kv.* at (http://\S+)", process.stderr.readline())):
             assert process.poll() is None
-        with urllib.request.urlopen(f"{found[1]}/weights_version", timeout=60) as answer:
+        with urllib.request.urlopen(f"{found[1]}/weights_version", timeout=300) as answer:
             assert json.load(answer) == {"weights_version": 0}
         body = json.dumps({"prompt": PROMPT, "max_tokens": 8}).encode()
         request = urllib.request.Request(f"{found[1]}/v1/completions", body, {"content-type": "application/json"})

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jkv
 from jkv.checkpoints import gguf_files, weight_reading
@@ -22,6 +22,7 @@ from jkv.engine import memory
 from jkv.engine.mesh import read_mesh
 from jkv.model.eight_bits import quantise_weights
 from jkv.model.weight_shapes import init_params
+from jkv.model.weights import all_finite
 from jkv.testing import TINY
 from tests.model.test_decoder import CASES, GOLDEN
 from tests.support.gguf_models import Kind, write_gguf
@@ -109,13 +110,14 @@ def most_of_a_device(buffers):
     return max(sum(size for (device, _), size in buffers.items() if device == one) for one in jax.devices())
 
 
-@pytest.mark.parametrize("form", ["safetensors", "gguf"])
 @pytest.mark.parametrize("weight_dtype", [None, "int8"], ids=["floats", "int8"])
-@pytest.mark.parametrize("config", [LARGE, MIXED], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    ("config", "form"),
+    [(LARGE, "safetensors"), (LARGE, "gguf"), (MIXED, "safetensors")],  # no family with experts is read from GGUF files
+    ids=["dense-safetensors", "dense-gguf", "experts-safetensors"],
+)
 def test_no_host_holds_more_than_its_weights_and_one_tensor(config, weight_dtype, form, tmp_path, monkeypatch):
     """And no device more than its part and that of one weight. Measured whenever a part of a weight is read."""
-    if form == "gguf" and config is MIXED:
-        pytest.skip("no family with experts is read from GGUF files")
     params = init_params(config, jax.random.key(0))
     largest, small = max(leaf.nbytes for leaf in jax.tree.leaves(params)), 1 << 18  # bytes: norms and the router are copied
     checkpoint.export(params, None, tmp_path, dtype=jnp.float32)
@@ -155,6 +157,16 @@ def test_no_host_holds_more_than_its_weights_and_one_tensor(config, weight_dtype
     assert 2 * largest < sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     assert of_host <= largest + largest / 8 + NOISE  # a tensor, and the part of a device that it becomes
     assert of_device <= own + largest / 8 + small
+
+
+@pytest.mark.parametrize("row", [0, 3, 7])
+def test_a_number_that_is_not_finite_is_found_on_any_device(row):
+    on = Mesh(np.reshape(jax.devices(), (2, 4)), ("data", "tensor"))  # each part of a weight lies on two devices
+    weight = np.ones((8, 2), np.float32)
+    place = NamedSharding(on, PartitionSpec("tensor"))
+    assert all_finite([weight, jax.device_put(weight, place)])
+    weight[row] = np.inf
+    assert not all_finite(jax.device_put(weight, place))
 
 
 def test_a_loaded_model_runs_on_its_mesh(tmp_path):
