@@ -339,7 +339,11 @@ def test_outputs_over_all_heads_cover_all_shards(params):
     """Distances of pages, dropped positions, and positions that any head keeps."""
     on = Mesh(jax.devices()[:4], ("tensor",))
     pair = [np.asarray([x], np.int32) for x in (1, 0, 2, PAGE_SIZE)]  # row, first and second page, tokens
-    row, budget, protected = np.asarray([1], np.int32), np.full((2, 1), 1, np.int32), np.zeros((2, 1), np.int32)
+    row, budget, protected = (
+        np.asarray([1], np.int32),
+        np.full((2, 1, CONFIG.num_kv_heads), 1, np.int32),
+        np.zeros((2, 1), np.int32),
+    )
     sentences = SentenceMap(np.zeros((1, 16), np.int32), np.zeros((1, 16), np.float32))
     evict = jkv.random(1, recent=0).evict.static
 
