@@ -62,6 +62,7 @@ OPTIONS = (
     Option("context", int, None, f"slots that a request may fill; default: the model's positions, up to {OPEN_CONTEXT}"),
     Option("kv_memory", str, None, 'bytes of the pool, or "auto" for the free memory; default: full rows', number_or_text),
     Option("chunk", int, 16, "decode steps between two events of a stream"),
+    Option("first_chunk", int, 2, "decode steps until the first event of a stream; more cost a busy server less"),
     DEVICE_PAGE_SIZE,
     DTYPE,
     WEIGHT_DTYPE,
@@ -143,6 +144,7 @@ def run(options: argparse.Namespace) -> int:
         max_slots=min(options.context or OPEN_CONTEXT, positions),
         kv_memory=options.kv_memory,
         chunk=options.chunk,
+        first_chunk=min(options.first_chunk, options.chunk),
         page_size=options.page_size,
         kv_dtype=options.kv_dtype,
         policies=[*([] if is_sealed else [r_kv(budget=OPEN_CONTEXT)]), policy, *more],  # requests may name what needs no more

@@ -51,7 +51,9 @@ from jkv.replay.trace import TraceRecorder
 
 LOGGER = logging.getLogger("jkv")
 DEFAULT_RUNNING = 8  # rows
-TO_RUNNER = "kernels", "poison", "kv_format", "ahead", "max_stop_ids", "prefill_tokens", "routed_experts"  # that it takes
+TO_RUNNER = (  # that it takes
+    *("kernels", "poison", "kv_format", "ahead", "max_stop_ids", "prefill_tokens", "first_chunk", "routed_experts"),
+)
 
 
 class Engine:
@@ -386,11 +388,9 @@ class Engine:
         actions = self.scheduler.next()
         self.runner.meter.scheduled(actions)
         self.runner.execute(actions)
-        num_steps, filling = actions.num_steps, self.runner.filling
+        num_steps = self.runner.filling.lowered(actions.num_steps)
         # A row whose prompt was cancelled on its way has nothing to decode.
         running = {row: one for row, one in self.scheduler.running.items() if one.status is Status.RUNNING}
-        if filling.queue:
-            num_steps = filling.lowered(num_steps)
         if running:
             flight = self.runner.dispatch(running, num_steps, self._flight)
             if self.runner.ahead and all(sample.can_plan for sample in running.values()):

@@ -11,7 +11,6 @@ from jkv.engine.samples import Sample, Status
 
 PIECES = 2  # of the largest size that are prefilled between two chunks by default, while rows decode
 STEPS = 8  # the most decode steps of a chunk, while prompts wait
-FIRST_STEPS = 2  # the same while a row has had none, so that its first token does not wait for others
 
 Pieces = Iterator[int]  # yields the tokens of each piece before it is dispatched
 
@@ -41,14 +40,15 @@ class Filling:
     Args:
       running: the scheduler's record of samples by row.
       prefill_tokens: the most tokens of prompts between two chunks.
+      first_chunk: the most decode steps of a chunk in which a row draws its first token; None is as many as of others.
 
     Attributes:
       queue: the prompts; empty while every row decodes.
     """
 
-    def __init__(self, running: Mapping[int, Sample], prefill_tokens: int) -> None:
+    def __init__(self, running: Mapping[int, Sample], prefill_tokens: int, first_chunk: int | None = None) -> None:
         self.queue = deque[Work]()
-        self._running, self._most = running, prefill_tokens
+        self._running, self._most, self._first = running, prefill_tokens, first_chunk
 
     def add(self, rows: Mapping[int, Sample], pieces: Pieces) -> None:
         """Queues a prompt."""
@@ -74,11 +74,12 @@ class Filling:
         return is_any_ready
 
     def lowered(self, num_steps: int) -> int:
-        """Steps of the next chunk: fewer, while prompts wait, and fewest where a row has yet to draw its first token."""
-        if not self.queue:
+        """Steps of the next chunk: fewer, while prompts wait, or where a row has yet to draw its first token."""
+        num_steps = min(num_steps, STEPS) if self.queue else num_steps
+        if self._first is None:
             return num_steps
-        running = [sample for sample in self._running.values() if sample.status is Status.RUNNING]
-        return min(num_steps, STEPS if all(sample.generated for sample in running) else FIRST_STEPS)
+        draws_first = any(one.status is Status.RUNNING and not one.generated for one in self._running.values())
+        return min(num_steps, self._first) if draws_first else num_steps
 
     def clear(self) -> None:
         """Forgets all prompts, whose rows are lost."""

@@ -65,6 +65,9 @@ class EngineOptions:
       prefill_tokens: the most tokens of prompts that are prefilled between two chunks while rows decode, but at least one piece
         (of 256 tokens, or 1,024 where kernels run); None is two pieces. Chunks have at most 8 steps meanwhile. So no row waits
         for a long prompt. Tokens do not depend on it.
+      first_chunk: the most decode steps of a chunk in which a row draws its first token: 16, 8, 4, 2 or 1. Fewer bring that
+        token sooner to whoever reads along, and take more reads by the host, and more programs. None is as many as of other
+        chunks; `jkv serve` sets 2.
       ahead: whether a chunk is dispatched before the tokens of the last one are read, so that the device does not wait for the
         host. Completions are the same, but events come a chunk later, and a row that ends by a stop token is free a chunk
         later. Policies that share, steer, compare sentences, stop evicting (`until`) or evict by a threshold wait for the
@@ -113,6 +116,7 @@ class EngineOptions:
     policies: Sequence[Policy] | None = None
     chunk: int = CHUNKS[0]
     prefill_tokens: int | None = None
+    first_chunk: int | None = None
     ahead: bool | None = None
     order: str = "arrival"
     max_stop_ids: int = 8
@@ -140,6 +144,8 @@ class EngineOptions:
         object.__setattr__(self, "chunk", typed("chunk", self.chunk, int))
         if self.chunk not in CHUNKS:
             raise out_of_range("chunk", f"be one of {CHUNKS}, so that few programs compile", self.chunk)
+        if (first := typed("first_chunk", self.first_chunk, int | None)) is not None and first not in CHUNKS:
+            raise out_of_range("first_chunk", f"be one of {CHUNKS}, or None", first)
         check_known(ORDERS, order=typed("order", self.order, str))
         if typed("kv_dtype", self.kv_dtype, str | None) not in (None, *FORMATS, *SEALED):
             rule, known = "{field} must be {known}, or None for the weights' own; got {got}. Choose one.", (*FORMATS, *SEALED)
@@ -174,8 +180,8 @@ class EngineOptions:
         >>> EngineOptions().changed({"max_runing": 8})
         Traceback (most recent call last):
         TypeError: 'max_runing' is no setting of an engine. Did you mean max_running? The settings are: max_running, \
-max_slots, page_size, kv_dtype, kv_memory, num_pages, policies, chunk, prefill_tokens, ahead, order, max_stop_ids, \
-return_trace, routed_experts, mesh, kernels, prefix_cache, copy_kept, speculate, poison.
+max_slots, page_size, kv_dtype, kv_memory, num_pages, policies, chunk, prefill_tokens, first_chunk, ahead, order, \
+max_stop_ids, return_trace, routed_experts, mesh, kernels, prefix_cache, copy_kept, speculate, poison.
         """
         known = [field.name for field in dataclasses.fields(self)]
         others = [name for name in others if name not in ("self", "settings")]

@@ -124,6 +124,7 @@ class Runner:
       kv_format: how the pool quantises keys and values; None if it does not.
       ahead: whether a chunk may be dispatched before the last one is read; None is True except on a CPU.
       prefill_tokens: the most tokens of prompts between two chunks; None is two of the largest pieces.
+      first_chunk: the most steps of a chunk in which a row draws its first token; None is as many as of others.
       routed_experts: whether programs return the experts that tokens go through.
       drafter: proposes tokens to steps that append several to a row; None for steps of one.
 
@@ -158,6 +159,7 @@ class Runner:
         kv_format: Format | None = None,
         ahead: bool | None = None,
         prefill_tokens: int | None = None,
+        first_chunk: int | None = None,
         routed_experts: bool = False,
         drafter: Drafter | None = None,
     ) -> None:
@@ -169,7 +171,7 @@ class Runner:
         self.version, self.is_traced, self.prefix_cache, self.kept_rows = 0, False, PrefixCache(), KeptRows()
         self.platform = platform_of(next(iter(devices)))
         self.prefill_sizes = chunk_inputs.sizes_for(self.platform, lowest_capability(devices))
-        self.filling = Filling(running, prefill_tokens or PIECES * self.prefill_sizes[-1])
+        self.filling = Filling(running, prefill_tokens or PIECES * self.prefill_sizes[-1], first_chunk)
         self.held: list[Any] = []  # pages in use after each prefill since the last chunk was read, on the device
         self.scores: list[tuple[Sample | Prefix, Any]] = []  # of compactions since the last chunk was dispatched: see `Flight`
         self.num_rows = max(capacity.max_running, LEAST_ROWS.get(self.platform, 1))

@@ -250,3 +250,17 @@ def test_rows_decode_as_soon_as_they_are_filled_in_the_order_of_arrival(model):
             firsts.setdefault(event.ticket, pieces)
     assert list(firsts) == tickets
     assert [firsts[ticket] for ticket in tickets] == [5, 10, 15]
+
+
+@pytest.mark.parametrize(("first_chunk", "tokens"), [(None, [8, 8, 8, 8]), (2, [2, 8, 8, 8, 6])])
+def test_the_first_chunk_of_a_row_may_be_short(model, first_chunk, tokens):
+    engine = make(model, first_chunk=first_chunk)
+    engine.submit(SHORT, max_new_tokens=32, **FREE)
+    counts = [len(event.tokens) for event in engine.stream() if event.tokens]
+    assert counts == tokens
+
+
+def test_a_first_chunk_of_another_size_is_refused(model):
+    with pytest.raises(jkv.InputError, match="first_chunk must be one of") as error:
+        make(model, first_chunk=3)
+    assert (error.value.field, error.value.code) == ("first_chunk", "out_of_range")
