@@ -4,6 +4,7 @@ Most settings change only when the rows change (`row_settings`). Remaining token
 chunk (`for_chunk`).
 """
 
+import functools
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -22,6 +23,9 @@ from pallas_kernels.choice import LEAST_CAPABILITY
 SIZES = (16, 64, 256)  # tokens of a prefill program
 LEAST_SLOTS = 1024  # of a row that a piece reads; more, by a factor of four each, where it holds more
 LARGE = 1024  # one more where kernels run: the products of 256 tokens leave half of a GPU without work
+# What a piece costs besides its tokens, in tokens, as the weights are read again: an H200 reads those of 8B parameters in the
+# time in which it multiplies 170 tokens with them.
+OF_PIECE, OF_LARGE = 48, 170
 
 
 def sizes_for(platform: str, capability: tuple[int, int] | None = None) -> tuple[int, ...]:
@@ -34,12 +38,34 @@ def sizes_for(platform: str, capability: tuple[int, int] | None = None) -> tuple
     return (*SIZES, LARGE) if has_kernels else SIZES
 
 
+def cut(num_tokens: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The sizes of the programs that a prompt passes through, the largest first.
+
+    >>> cut(257, sizes_for("cpu")), cut(300, sizes_for("tpu")), cut(900, sizes_for("tpu"))
+    ((256, 16), (256, 64), (1024,))
+    """
+    full = max(0, num_tokens - 1) // sizes[-1]  # the prefix cache keeps whole pieces of the largest size
+    return (sizes[-1],) * full + cheapest(num_tokens - full * sizes[-1], sizes)
+
+
+@functools.cache
+def cheapest(num_tokens: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The sizes that cost least for at most one piece of the largest size; few of them, if as much."""
+    if num_tokens <= 0:
+        return ()
+    of_piece = OF_LARGE if LARGE in sizes else OF_PIECE
+    ways = [(size, *cheapest(num_tokens - size, sizes)) for size in reversed(sizes)]
+    return min(ways, key=lambda way: (sum(way) + of_piece * len(way), len(way)))
+
+
 def chunks(prompt: np.ndarray, sizes: tuple[int, ...]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields the pieces of a prompt, each padded to one of the sizes, as [1, T], and the number of its tokens, as [1]."""
-    for start in range(0, len(prompt), sizes[-1]):
-        piece = prompt[start : start + sizes[-1]]
-        padded = np.zeros((1, next(size for size in sizes if size >= len(piece))), np.int32)
+    start = 0
+    for size in cut(len(prompt), sizes):
+        piece = prompt[start : start + size]
+        padded = np.zeros((1, size), np.int32)
         padded[0, : len(piece)] = piece
+        start += len(piece)
         yield padded, np.asarray([len(piece)], np.int32)
 
 

@@ -21,7 +21,18 @@ def test_chunks_hold_every_token_once_in_programs_of_few_sizes(platform, length)
     assert {token.shape for token, _ in pieces} <= {(1, size) for size in sizes}
     assert np.concatenate([token[0, : count[0]] for token, count in pieces]).tolist() == prompt.tolist()
     assert not any(token[0, count[0] :].any() for token, count in pieces)
-    assert len(pieces) == -(-length // (256 if platform == "cpu" else 1024))
+    assert all(count[0] == token.shape[1] for token, count in pieces[:-1])
+    assert len(pieces) <= -(-length // sizes[-1]) + 3
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_programs_of_a_prompt_pass_few_tokens_more_than_it_has(platform):
+    """257 tokens were 1,024 on a GPU."""
+    sizes, lengths = chunk_inputs.sizes_for(platform), range(1, 4097)
+    assert np.mean([sum(chunk_inputs.cut(length, sizes)) / length for length in lengths]) < 1.2
+    assert max(sum(chunk_inputs.cut(length, sizes)) / length for length in lengths[128:]) < 1.8
+    full = 100_000 // sizes[-1]
+    assert chunk_inputs.cut(100_000, sizes)[:full] == (sizes[-1],) * full
 
 
 def test_gpus_without_kernels_take_short_chunks():
