@@ -1,5 +1,6 @@
 """`block_distance` against plain loops in float64."""
 
+import dataclasses
 import functools
 
 import jax
@@ -37,8 +38,8 @@ DTYPES = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["flo
 
 @pytest.fixture(params=RUNS)
 def block_distance(request):
-    """The kernel as each implementation."""
-    return RUNS[request.param]
+    """The kernel as each implementation; a missing angle turns nothing."""
+    return lambda kv, first, second, num_tokens, angle=None: RUNS[request.param](kv, first, second, num_tokens, angle)
 
 
 def random_case(pairs, layers, heads, page, head_size, dtype, seed=0):
@@ -140,10 +141,11 @@ def test_turning_undoes_the_rotation_of_a_key_elsewhere(block_distance):
     from jkv.model.rotary import rotary_frequency
     from jkv.testing import TINY
 
-    raw = jnp.asarray(np.random.default_rng(0).standard_normal((1, 1, 1, TINY.head_size)), jnp.float32)
-    frequency = rotary_frequency(TINY)
+    config = dataclasses.replace(TINY, head_size=128)
+    raw = jnp.asarray(np.random.default_rng(0).standard_normal((1, 1, 1, 128)), jnp.float32)
+    frequency = rotary_frequency(config)
     keys = [rotate(raw, jnp.cos(p * frequency)[None, None], jnp.sin(p * frequency)[None, None])[0, 0, 0] for p in (3, 40)]
-    kv = jnp.zeros((3, 2, 1, TINY.head_size)).at[1, 0, 0].set(keys[0]).at[2, 0, 0].set(keys[1])
+    kv = jnp.zeros((3, 2, 8, 128)).at[1, 0, 0].set(keys[0]).at[2, 0, 0].set(keys[1])
     one, other = jnp.full((1, 1, 1), 1, jnp.int32), jnp.full((1, 1, 1), 2, jnp.int32)
     args = kv, one, other, jnp.ones(1, jnp.int32)
     assert block_distance(*args)[0, 0, 0, 2] > 0.1
