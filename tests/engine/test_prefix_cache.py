@@ -196,7 +196,7 @@ def test_random_mixes_change_no_request_and_lose_no_page(engines):
 
 def test_cached_pages_are_evicted_before_a_row_is_preempted_or_waits(model):
     """The pool holds three rows of this length: two that run, and what the cache keeps of others in between."""
-    engine = jkv.Engine(model, **KNOBS, num_pages=3 * 4 * 20, prefix_cache=True, prefill_tokens=48)
+    engine = jkv.Engine(model, **KNOBS, num_pages=3 * 4 * 20, prefix_cache=True, prefill_tokens=96)
     prompts = [np.random.default_rng(i).integers(4, 30, 48).tolist() for i in range(8)]
     for prompt in prompts:
         engine.submit(prompt, max_new_tokens=32, stop_ids=())
