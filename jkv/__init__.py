@@ -30,7 +30,7 @@ from jkv.analysis.recall import Recall, recall
 from jkv.checkpoints.loading import load
 from jkv.checkpoints.saved_weights import restore, save
 from jkv.checkpoints.state_dicts import params_from
-from jkv.engine.drafters import ngram
+from jkv.engine.drafters import ngram, siblings
 from jkv.engine.engine import Engine
 from jkv.engine.kept_rows import Transcript
 from jkv.engine.options import EngineOptions
@@ -142,6 +142,7 @@ __all__ = [
     "separate_weights",
     "shard",
     "shardings",
+    "siblings",
     "split_by_width",
     "testing",
     "to_pandas",

@@ -162,7 +162,7 @@ SPECULATE = Option(
     "speculate",
     str,
     None,
-    "ngram guesses the next tokens from the text so far, for texts that repeat themselves; default: one token a step",
+    "guesses the next tokens: ngram from the text so far, siblings from all samples of the prompt; default: one token a step",
 )
 DRAFTS = Option("drafts", int, None, "guesses that a step checks, 1 to 7; default: 3", more={"metavar": "N"})
 KERNELS = Option(

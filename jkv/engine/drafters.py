@@ -99,6 +99,31 @@ class Ngram:
         return continued(history, length, self.least, self.drafts)
 
 
+@dataclasses.dataclass(frozen=True)
+class Siblings(Ngram):
+    """What followed the row's last tokens in its own text, or in those of other samples of its prompt: for groups of samples.
+
+    The longest repetition counts, of equal ones the row's own. Each row searches the texts of all rows, so the search takes as
+    many times as long as there are rows. Guesses change no token, so a sample does not depend on its siblings.
+    """
+
+    history: int = 1024
+
+    def propose(self, history: Int[Array, "B S"], prompt: Int[Array, " B"]) -> Proposal:
+        """See `Drafter.propose`."""
+        num_rows, num_tokens = history.shape
+        row = jnp.arange(num_rows, dtype=jnp.int32)
+        of_texts = jax.vmap(lambda text: repeated(jnp.broadcast_to(text, history.shape), history, self.most), out_axes=1)
+        length = of_texts(history)  # of the newest tokens of each row, up to each place of each text: [B, B, S]
+        is_own = row[:, None] == row
+        is_sibling = (prompt[:, None] == prompt) & (prompt >= 0)
+        place = jnp.arange(num_tokens, dtype=jnp.int32)
+        is_found = (length >= self.least) & (is_own | is_sibling)[..., None] & (place < num_tokens - 1)
+        rank = jnp.where(is_found, (2 * length + is_own[..., None].astype(jnp.int32)) * num_tokens + place, -1)
+        text = jnp.argmax(rank.max(axis=2), axis=1).astype(jnp.int32)
+        return continued(history[text], length[row, text], self.least, self.drafts)
+
+
 def repeated(text: Int[Array, "B S"], history: Int[Array, "B S"], most: int) -> Int[Array, "B S"]:
     """How many tokens up to each place of a text are the newest ones of a history, at most `most`."""
     same, length = jnp.ones(text.shape, bool), jnp.zeros(text.shape, jnp.int32)
@@ -111,13 +136,13 @@ def repeated(text: Int[Array, "B S"], history: Int[Array, "B S"], most: int) -> 
 
 
 def continued(history: Int[Array, "B S"], length: Int[Array, "B S"], least: int, drafts: int) -> Proposal:
-    """What follows the longest repetition that ends before the newest token, of several the last; nothing below `least`."""
+    """What follows the longest repetition that ends before the newest place, of several the last; nothing below `least`."""
     num_tokens = history.shape[1]
     place = jnp.arange(num_tokens, dtype=jnp.int32)
     rank = jnp.where((place < num_tokens - 1) & (length >= least), length * num_tokens + place, -1)
     found = jnp.argmax(rank, axis=1).astype(jnp.int32)
     is_found = jnp.take_along_axis(rank, found[:, None], axis=1)[:, 0] >= 0
-    period = num_tokens - 1 - found  # the text between goes on repeating
+    period = num_tokens - 1 - found  # what is between goes on repeating
     ahead = jnp.arange(drafts, dtype=jnp.int32) % jnp.maximum(period, 1)[:, None]
     token = jnp.take_along_axis(history, jnp.minimum(found[:, None] + 1 + ahead, num_tokens - 1), axis=1)
     return Proposal(token, jnp.where(is_found, drafts, 0).astype(jnp.int32))
@@ -128,7 +153,12 @@ def ngram(drafts: int = 3, *, most: int = 4, least: int = 2, history: int = 4096
     return Ngram(drafts, most, least, history)
 
 
-DRAFTERS = {"ngram": ngram}
+def siblings(drafts: int = 3, *, most: int = 4, least: int = 2, history: int = 1024) -> Siblings:
+    """Guesses from the texts of all samples of the row's prompt, such as a GRPO group. See `Siblings`."""
+    return Siblings(drafts, most, least, history)
+
+
+DRAFTERS = {"ngram": ngram, "siblings": siblings}
 
 
 def drafter_named(name: str | None, drafts: int | None = None) -> Drafter | None:

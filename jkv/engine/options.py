@@ -98,9 +98,9 @@ class EngineOptions:
         device program that fails takes with it; without a copy, turns that continue it end with the reason "error". A copy
         takes the row's bytes, and the time to move them at the end of each turn.
       speculate: guesses of the next tokens, which a step checks all at once, so that a text that repeats itself takes fewer
-        steps: `jkv.ngram()`, "ngram", or a drafter of your own (`jkv.engine.drafters.Drafter`). Tokens are those of plain
-        decoding. It pays where a step of several tokens of each row takes hardly longer than one of one: few rows, and a model
-        that is not tiny. None appends one token in each step.
+        steps: `jkv.ngram()`, `jkv.siblings()`, their names, or a drafter of your own (`jkv.engine.drafters.Drafter`). Tokens
+        are those of plain decoding. It pays where a step of several tokens of each row takes hardly longer than one of one:
+        few rows, and a model that is not tiny. None appends one token in each step.
       poison: for tests: freed pages become NaN.
 
     Raises:

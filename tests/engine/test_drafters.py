@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jkv
-from jkv.engine.drafters import MOST_DRAFTS, Ngram, Proposal
+from jkv.engine.drafters import MOST_DRAFTS, Ngram, Proposal, Siblings
 from jkv.testing import tiny_model
 
 
@@ -38,6 +38,36 @@ def test_ngram_proposes_what_followed_the_longest_repetition(text, drafts, least
     token, count = ngram.propose(jnp.asarray(padded), jnp.arange(2))
     assert token[0, : int(count[0])].tolist() == by_hand(text, drafts, least + longer, least)
     assert token[1].tolist() == [(24 + i) % 5 for i in range(drafts)]
+
+
+def test_siblings_propose_what_followed_in_any_sample_of_the_prompt():
+    texts = [
+        [1, 2, 3, 4, 5, 6, 7, 8],  # ends in nothing that it has had
+        [9, 9, 7, 8, 5, 3, 4, 1],  # of the same prompt: 5 followed 7, 8
+        [0, 7, 8, 2, 2, 6, 3, 0],  # of another prompt
+        [4, 1, 9, 2, 7, 4, 1, 4],  # 4, 1 in its own text, which row 1 ends with
+    ]
+    history, prompt = jnp.asarray(texts), jnp.asarray([0, 0, 2, 0])
+    found = Siblings(drafts=2, most=3, least=2, history=8).propose(history, prompt)
+    assert found.length.tolist() == [2, 2, 0, 0]
+    assert found.token[0].tolist() == [5, 3]
+    assert found.token[1].tolist() == [4, 4]  # the last place, where the text ends after one token, which comes again
+    own = Ngram(drafts=2, most=3, least=2, history=8).propose(history, prompt)
+    assert own.length.tolist() == [0, 0, 0, 0]
+    alone = Siblings(drafts=2, most=3, least=2, history=8).propose(history, jnp.asarray([0, 1, 2, 3]))
+    assert alone.length.tolist() == own.length.tolist()
+
+
+@given(st.lists(st.integers(0, 2), min_size=2, max_size=12), st.integers(1, 3))
+@settings(max_examples=20, deadline=None)
+def test_a_row_s_own_text_goes_before_an_equal_one_of_a_sibling(text, least):
+    padded = np.full((2, 12), -1)
+    padded[:, 12 - len(text) :] = text
+    found = Siblings(3, 4, least, history=12).propose(jnp.asarray(padded), jnp.zeros(2, jnp.int32))
+    own = Ngram(3, 4, least, history=12).propose(jnp.asarray(padded), jnp.zeros(2, jnp.int32))
+    assert found.length.tolist() == own.length.tolist()
+    if int(own.length[0]):
+        np.testing.assert_array_equal(found.token, own.token)
 
 
 @dataclasses.dataclass(frozen=True)

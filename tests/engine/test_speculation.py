@@ -186,7 +186,7 @@ def test_penalties_and_forced_tokens_are_as_in_plain_decoding():
 def test_samples_turns_and_preempted_rows_go_on_as_in_plain_decoding():
     """Forks of a prompt, a next turn of a kept row, and rows that are swapped out, in a pool that is too small for all."""
     results = []
-    for drafter in (None, jkv.ngram()):
+    for drafter in (None, jkv.siblings(history=96)):
         engine = jkv.Engine(tiny_model(), speculate=drafter, **SIZES | {"num_pages": 92})
         sampling = jkv.Sampling(seed=3)
         many = engine.submit(PROMPTS[0], sampling=sampling, max_new_tokens=36, n=4, stop_ids=())
