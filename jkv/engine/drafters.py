@@ -203,7 +203,7 @@ def check_drafter(drafter: Any, vocab_size: int, num_rows: int) -> Drafter:
     wanted = [((num_rows, drafts), "int32"), ((num_rows,), "int32")]
     if not isinstance(found, Proposal) or shapes != wanted:
         rule = f"{name}.propose must return a Proposal of int32 [{num_rows}, {drafts}] and [{num_rows}]; got {shapes}."
-        raise refused(rule, speculate="wrong_shape")
+        raise refused(rule, speculate="invalid")
     # Rows of few different tokens, which a drafter that looks for repetitions finds.
     text = jnp.arange(num_rows * length, dtype=jnp.int32).reshape(num_rows, length) % min(3, vocab_size)
     token, count = jax.device_get(drafter.propose(text, jnp.zeros(num_rows, jnp.int32)))

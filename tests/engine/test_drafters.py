@@ -108,8 +108,8 @@ def decides_by_numbers(history):
         (Constant(count=3), "out_of_range", "may propose at most 2 tokens"),
         (Constant(fault=raises), "invalid", "propose cannot be traced: KeyError: 'of its author'"),
         (Constant(fault=decides_by_numbers), "invalid", "propose cannot be traced: TracerBoolConversionError"),
-        (Constant(fault=lambda history: history), "wrong_shape", r"must return a Proposal of int32 \[2, 2\] and \[2\]"),
-        (Constant(fault=lambda history: Proposal(history, history[:, 0])), "wrong_shape", "must return a Proposal"),
+        (Constant(fault=lambda history: history), "invalid", r"must return a Proposal of int32 \[2, 2\] and \[2\]"),
+        (Constant(fault=lambda history: Proposal(history, history[:, 0])), "invalid", "must return a Proposal"),
     ],
 )
 def test_an_engine_refuses_what_is_no_drafter(drafter, code, message):

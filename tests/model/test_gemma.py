@@ -489,7 +489,7 @@ def test_the_text_model_of_a_multimodal_checkpoint_is_loaded(tmp_path, case, pre
         ({"fields": {"text_config": {"model_type": "gemma2"}}}, "text_config: model_type must be 'gemma3_text'"),
         ({"fields": {"text_config": 3}}, "text_config must be an object"),
         ({"fields": {"tie_word_embeddings": False}}, "tie_word_embeddings must be the same in text_config"),
-        ({"fields": {"quantization_config": {"quant_method": "awq"}}}, "quantised.*awq"),
+        ({"fields": {"quantization_config": {"quant_method": "hqq"}}}, "unquantised.*hqq"),
         ({"tensors": {"model.norm.weight": np.ones(32, np.float32)}}, "must have one tensor model.norm.weight"),
         ({"tensors": {"model.extra_tower.x": np.ones(32, np.float32)}}, "must not contain model.extra_tower.x"),
     ],

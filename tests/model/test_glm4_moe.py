@@ -186,7 +186,7 @@ def test_half_of_a_head_is_rotated_where_nothing_is_said(tmp_path):
         ({"routed_scaling_factor": 0}, "routed_scaling_factor must be a number"),
         ({"use_qk_norm": False}, "must not contain .*k_norm"),
         ({"attention_bias": False}, "must not contain .*k_proj.bias"),
-        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "quantised.*compressed-tensors"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "unquantised.*hqq"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )

@@ -99,7 +99,7 @@ def test_the_published_configuration_is_the_shape_of_that_name(tmp_path):
         ({"num_experts_per_tok": 9}, "num_experts_per_tok must be at most num_experts=8, got 9"),
         ({"layer_types": ["chunked_attention", "full_attention", "full_attention"]}, "chunked_attention"),
         ({"intermediate_size": 8}, r"gate_up_proj must have shape \(8, 32, 16\), got \(8, 32, 32\)"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantised.*awq"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "unquantised.*hqq"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )

@@ -131,7 +131,7 @@ def test_the_text_model_of_a_multimodal_checkpoint_is_read(tmp_path):
     [
         ({"audio_config": {}}, r"every field must be known.*\['audio_config'\]"),
         ({"architectures": ["Qwen3_5ForCausalLM"]}, "architectures must be"),
-        ({"quantization_config": {"quant_method": "awq"}}, "weights must not be quantised.*awq"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "weights must be unquantised.*hqq"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -186,9 +186,9 @@ def make_state():
 def test_every_array_of_the_state_has_the_axes_of_its_annotation():
     state, seen = make_state(), []
     assert_fits(State, state, "state", seen)
-    assert len(seen) == len(jax.tree.leaves(state)) == 16
+    assert len(seen) == len(jax.tree.leaves(state)) == 17
     assert_fits(Snapshot, programs.snapshot_row(state, jnp.int32(0)), "snapshot", seen := [])
-    assert len(seen) == 10
+    assert len(seen) == 11
 
 
 def test_every_weight_has_the_axes_of_its_annotation():
