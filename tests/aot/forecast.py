@@ -99,7 +99,7 @@ def parts_of_row(text: str) -> int:
 def counts_of(compaction: int, passes: int, parts: int) -> Counts:
     """All counts, those of the step from `results/decode-steps.json`."""
     steps = json.loads(STEPS.read_text())["steps"]
-    (step,) = (one for one in steps if tuple(one[field] for field in Setting._fields) == SETTING)
+    (step,) = (one for one in steps if Setting(**{name: one[name] for name in Setting._fields if name in one}) == SETTING)
     kernels, moved = (step["layer_kernels"], step["other_kernels"]), step["gb"]
     return Counts(*kernels, moved["weights"], moved["attention"], compaction, passes, parts)
 
