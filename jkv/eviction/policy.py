@@ -48,7 +48,7 @@ class Policy:
       schedule: when slots are evicted, and how many stay.
       pyramid: the first layer's budget divided by the mean budget; later layers get evenly less. 1 makes all layers equal.
         Protected slots are excluded. The slope begins when a row has seen twice the mean (`budgets`).
-      slots: the budget of each layer, [L], or of each layer and KV head, [L][K], in place of one for all; the schedule's is
+      slots: the budget of each layer, `[L]`, or of each layer and KV head, `[L, K]`, in place of one for all; the schedule's is
         their mean, rounded up. `with_budgets` sets both.
       read: which pages a decode step reads; None reads all.
       moves_sinks: whether sinks are read at their place in the cache, right before the slots that are left, instead of at
