@@ -19,7 +19,7 @@ FEWER = {  # what is added to commands that would take minutes; the last value o
     "analyze --policies": ["--problems", "2"],
     "choose": ["--policies", "streaming_llm", "--count", "2", "--length", "96", "--memory", "100kB"],
     "eval": ["--problems", "2", "--samples", "1", "--seeds", "1", "--max-new-tokens", "96"],
-    "foresee": ["--passages", "2", "--steps", "2"],
+    "foresee": ["--passages", "4", "--steps", "20"],  # enough for a right answer
     "plan model.gguf": ["--prompt", "64"],
     "probe": ["--model", "tiny-reasoner", "--seeds", "1"],
     "recall": ["--passages", "1"],
