@@ -1,8 +1,8 @@
 """What guessing the next tokens gains: tokens a step, and time beside plain decoding, by rows, policy and guesses.
 
-The texts are the model's own: greedy continuations of lists and code that repeat themselves, and of prose that does not; or the
-problems of tiny-reasoner, drawn at temperature 1. Engines take turns, each with all rows busy, and the tokens of every engine
-are compared. Time is that of decoding, compiling excluded: the programs run once before.
+The texts are the model's own: greedy continuations of lists and code, which repeat themselves; continuations of prose, drawn at
+temperature 1, as a small model's greedy prose repeats itself too; or the problems of tiny-reasoner, drawn likewise. Engines take
+turns, and the tokens of every engine are compared. Time is that of decoding, compiling excluded: the programs run once before.
 """
 
 import functools
@@ -70,10 +70,10 @@ def measure(
         for policy in policies:
             engines = {number: engine_of(model, policy, batch, number, new_tokens, kinds) for number in (0, *drafts)}
             for kind, prompts in kinds.items():
-                chosen = [prompts[i % len(prompts)] for i in range(batch)]
-                temperature = 1.0 if kind == "its problems" else 0.0
+                chosen = [prompts[i % len(prompts)] for i in range(max(batch, len(prompts)))]
+                temperature = 0.0 if kind == "repeats" else 1.0
                 runs = {
-                    number: functools.partial(decode, engine, policy, chosen, new_tokens, temperature)
+                    number: functools.partial(decode, engine, policy, chosen, new_tokens, temperature, batch)
                     for number, engine in engines.items()
                 }
                 turns = in_turns(runs, rounds)
@@ -89,7 +89,7 @@ def measure(
                         "idle": digits(each[0]["idle"]),
                         "ms_per_token": digits(1e3 * median_seconds(each)),
                         "times_plain": digits(plain / median_seconds(each)),
-                        "equal": sum(a == b for a, b in zip(each[0]["texts"], expected, strict=True)) / batch,
+                        "equal": sum(a == b for a, b in zip(each[0]["texts"], expected, strict=True)) / len(chosen),
                     }
                     records.append(figures)
                     report(figures)
@@ -112,8 +112,10 @@ def engine_of(
     return Engine(model, max_running=batch, max_slots=longest + 8, policies=[policy], speculate=drafter)
 
 
-def decode(engine: Engine, policy: Policy, prompts: Sequence[str], new_tokens: int, temperature: float) -> dict[str, Any]:
-    """Decodes one row for each prompt."""
+def decode(
+    engine: Engine, policy: Policy, prompts: Sequence[str], new_tokens: int, temperature: float, batch: int
+) -> dict[str, Any]:
+    """Decodes one sample of each prompt, `batch` of them at a time."""
     engine.reset_stats()
     sampling = Sampling(temperature=temperature, seed=0)
     tickets = [
@@ -124,7 +126,7 @@ def decode(engine: Engine, policy: Policy, prompts: Sequence[str], new_tokens: i
     stats, results = engine.stats, [complete(engine.result(ticket)) for ticket in tickets]
     idle = stats.idle_row_steps / max(stats.idle_row_steps + stats.speculated_steps, 1)
     return {
-        "seconds": stats.decode_seconds * len(prompts) / stats.tokens,
+        "seconds": stats.decode_seconds * batch / stats.tokens,
         "tokens_per_step": stats.tokens_per_step,
         "accepted": stats.accepted / max(stats.drafted, 1),
         "idle": idle,

@@ -6,7 +6,6 @@ Bad input ends with one line (the rule, the value, what to do) and exit status 2
 import argparse
 import importlib.metadata
 import logging
-import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -43,8 +42,8 @@ COMMANDS = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     parser, given = make_parser(), list(sys.argv[1:] if arguments is None else arguments)
-    if os.getcwd() not in sys.path and "" not in sys.path:  # for modules of your own, after all that is installed
-        sys.path.append(os.getcwd())
+    if "" not in sys.path:  # the working folder, for modules of your own, after all that is installed
+        sys.path.append("")
     if given and not given[0].startswith("-"):
         commands = commands_of(parser)
         if given[0] not in commands:

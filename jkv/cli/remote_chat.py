@@ -24,6 +24,12 @@ MOST_LINE = 1 << 20  # characters of a server's line
 SECONDS = 600.0  # of silence
 
 
+OF_THE_ENGINE = (  # options that the server's own command takes
+    *("parse_special", "dtype", "weight_dtype", "max_positions", "mesh", "page_size", "kv_dtype"),
+    *("speculate", "drafts", "kernels"),
+)
+
+
 class Piece(NamedTuple):
     """What a chunk of a stream adds to an answer."""
 
@@ -36,9 +42,11 @@ def run(options: argparse.Namespace) -> int:
     """Reads messages and prints answers until the input ends. An answer that Ctrl-C ends stays in the conversation; a message
     without a whole answer leaves it.
     """
-    if options.parse_special:
-        rule = "--parse-special is for a model that is loaded here; got --url. Give it to `jkv serve` instead."
-        raise refused(rule, parse_special="conflict")
+    for name in OF_THE_ENGINE:
+        if getattr(options, name):
+            flag = f"--{name.replace('_', '-')}"
+            rule = f"{flag} is for a model that is loaded here; got --url. Give it to `jkv serve` instead."
+            raise refused(rule, **{name: "conflict"})
     base, body = address_of(options.url), body_of(options)
     begin = [] if options.system is None else [{"role": "system", "content": options.system}]
     messages = list(begin)

@@ -129,8 +129,8 @@ def decode_chunk(
 
     def step(loop: tuple[Any, ...], _: None) -> tuple[tuple[Any, ...], dict[str, Array]]:
         (cache, logits), is_active, remaining, carries = loop
-        position, carries, index = cache.pool.logical_length, dict(carries), inputs.remaining - remaining
-        drawn = draw_tokens(inputs, carries, logits[:, None], position[:, None], index[:, None], draws)
+        position, carries, number = cache.pool.logical_length, dict(carries), inputs.remaining - remaining
+        drawn = draw_tokens(inputs, carries, logits[:, None], position[:, None], number[:, None], draws)
         token = jnp.where(is_active[:, None], drawn.token, 0)
         is_last = drawn.is_last[:, 0] | (remaining <= 1)
         goes_on, num_new = is_active & ~is_last, is_active.astype(jnp.int32)
@@ -168,10 +168,15 @@ def decode_chunk(
         ring = put_back(ring, oldest, num_seen, ~is_active)
         state = state._replace(cache=state.cache._replace(query_ring=ring))
     outputs = ChunkOutputs(held_pages=pages.held_pages(state.cache.pool), is_running=is_running, **out)
+    return state, outputs, carried_on(inputs, carries)
+
+
+def carried_on(inputs: ChunkInputs, carries: Mapping[str, Any]) -> Carried:
+    """What the parts keep on the device after a chunk."""
     ends: dict[str, Array] = {}
-    for name, part in parts.items():
+    for name, part in inputs.parts.on.items():
         ends |= part.end(carries[name])
-    return state, outputs, Carried(**ends)
+    return Carried(**ends)
 
 
 def attention_of(

@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Int
 
 from jkv.cache import pool as pages
 from jkv.cache.attention import Cache, DecodeAttention
-from jkv.engine.chunk import ChunkInputs, ChunkOutputs, Drawn, draw_tokens, rows_alive
+from jkv.engine.chunk import ChunkInputs, ChunkOutputs, Drawn, carried_on, draw_tokens, rows_alive
 from jkv.engine.drafters import Drafter, is_token
 from jkv.engine.parts.base import Carried, Step
 from jkv.engine.state import State
@@ -81,7 +81,7 @@ def decode_chunk(
         for name, part in parts.items():
             of_tokens |= part.report(new, hidden, cache, carries[name])
         kept = keep(kept, of_tokens, (count - accepted)[:, None] + place, place < accepted[:, None])
-        shown = jnp.concatenate([carries["draft"], token], axis=1)
+        shown = jnp.concatenate([history, proposal.token], axis=1)
         after = jnp.arange(carries["draft"].shape[1], dtype=jnp.int32) + accepted[:, None]
         carries["draft"] = jnp.take_along_axis(shown, after, axis=1)
         counts = counts[0] + runs.astype(jnp.int32), counts[1] + jnp.maximum(num_new - 1, 0), counts[2] + 1
@@ -105,10 +105,7 @@ def decode_chunk(
     state = state._replace(cache=state.cache._replace(pool=pool))
     names = dict(zip(("row_steps", "drafted", "num_loops"), counts, strict=True))
     outputs = ChunkOutputs(held_pages=pages.held_pages(pool), is_running=is_running, **kept, **names)
-    ends: dict[str, Array] = {}
-    for name, part in parts.items():
-        ends |= part.end(carries[name])
-    return state, outputs, Carried(**ends)
+    return state, outputs, carried_on(inputs, carries)
 
 
 def addresses_of(

@@ -150,3 +150,13 @@ def test_an_interrupt_ends_the_answer_and_not_the_program(scripted, first, histo
     assert turns(scripted.bodies[1]) == history
     assert scripted.left.wait(60)
     assert scripted.gone == [True]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [["--parse-special"], ["--speculate", "ngram"], ["--drafts", "3"], ["--kv-dtype", "int8"], ["--max-positions", "64"]],
+    ids=lambda given: given[0],
+)
+def test_options_of_an_engine_are_refused_beside_a_server(capsys, given):
+    assert cli.main(["chat", "--url", "http://127.0.0.1:1", *given]) == 2
+    assert f"{given[0]} is for a model that is loaded here; got --url." in capsys.readouterr().err
