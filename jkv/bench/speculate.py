@@ -1,8 +1,9 @@
 """What guessing the next tokens gains: tokens a step, and time beside plain decoding, by rows, policy and guesses.
 
 The texts are the model's own: greedy continuations of lists and code, which repeat themselves; continuations of prose, drawn at
-temperature 1, as a small model's greedy prose repeats itself too; or the problems of tiny-reasoner, drawn likewise. Engines take
-turns, and the tokens of every engine are compared. Time is that of decoding, compiling excluded: the programs run once before.
+temperature 1, as a small model's greedy prose repeats itself too; or the problems of tiny-reasoner, drawn likewise. Engines
+take turns, and the tokens of every engine are compared. Time is that of decoding, compiling excluded: the programs run once
+before.
 """
 
 import functools
