@@ -25,6 +25,12 @@
 
 #include "xla/ffi/api/ffi.h"
 
+#if defined(__FMA__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
 namespace ffi = xla::ffi;
 
 namespace {
@@ -40,6 +46,24 @@ inline float Sum(Lanes x) {
   std::memcpy(halves, &x, sizeof(x));
   const Quad four = halves[0] + halves[1], two = four + Quad{four[2], four[3], four[2], four[3]};
   return two[0] + two[1];
+}
+
+// a * b + sum, rounded once where the processor can. Compilers decide anew in each loop whether they round the product too (for
+// some processors they do in a loop with one sum, and not in one with several), and then bits depend on the number of rows.
+inline Lanes MultiplyAdd(Lanes a, Lanes b, Lanes sum) {
+#if defined(__FMA__)
+  return (Lanes)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#elif defined(__aarch64__)
+  float32x4_t of_a[2], of_b[2], of_sum[2];
+  std::memcpy(of_a, &a, sizeof(a));
+  std::memcpy(of_b, &b, sizeof(b));
+  std::memcpy(of_sum, &sum, sizeof(sum));
+  for (int i = 0; i < 2; ++i) of_sum[i] = vfmaq_f32(of_sum[i], of_a[i], of_b[i]);
+  std::memcpy(&sum, of_sum, sizeof(sum));
+  return sum;
+#else
+  return a * b + sum;
+#endif
 }
 
 // e to the power x for x <= 0, to two units in the last place; 0 below -87, NaN for NaN.

@@ -22,6 +22,7 @@ from jkv.model.layer_groups import check_attend
 from jkv.model.norms import add_norm, norm, norm_of_all_heads
 from jkv.model.params import Codes, LayerParams, LowRank, MeshAxis, ModelConfig, Params
 from jkv.model.rotary import rotation
+from pallas_kernels import row_product
 from pallas_kernels.rotate_append.reference import rotate
 
 KeyAndValue: TypeAlias = tuple[Array | None, Array | None]  # of a layer; it has both if it stores them
@@ -198,7 +199,7 @@ def add_input(
 def unembed(params: Params, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
     """Float32 logits of the next token."""
     if params.unembedding is None:
-        logits = jnp.einsum("...d,vd->...v", hidden, params.embedding, preferred_element_type=jnp.float32)
+        (logits,) = row_product(hidden, params.embedding, by_output=True, dtype=jnp.float32)
     else:
         logits = times(hidden, params.unembedding, jnp.float32)
     if cap := params.config.final_softcap:
@@ -257,9 +258,9 @@ def products_of_heads(
     """The products with a layer's query, key and value, those of all heads beside each other; None for what it lacks."""
     whole = joined_of(weights, "query_key_value")
     if whole is None:
-        query = times(normed, weights.query)
-        key, value = (None if one is None else times(normed, one) for one in (weights.key, weights.value))
-        return query, key, value
+        own = [one for one in (weights.query, weights.key, weights.value) if one is not None]
+        query, *rest = products(normed, *own)
+        return query, *rest, *[None] * (3 - len(own))  # a layer may have no value, or neither
     query, key, *values = split(times(normed, whole), config.head_widths)
     return query, key, values[0] if values else None
 
@@ -268,7 +269,7 @@ def project_delta(weights: DeltaParams, normed: Float[Array, "B T D"]) -> tuple[
     """What the recurrence of a layer reads, and the gate of its output."""
     whole = joined_of(weights, "query_key_value")
     matrices = [weights.query, weights.key, weights.value] if whole is None else [whole]
-    mixed = jnp.concatenate([times(normed, matrix) for matrix in matrices], axis=-1)
+    mixed = jnp.concatenate(products(normed, *matrices), axis=-1)
     taps = jnp.concatenate([weights.query_taps, weights.key_taps, weights.value_taps])[:, 0]
     apart = jax.lax.optimization_barrier(normed)  # or XLA for GPU joins the small matrices with the large ones, and copies all
     rate = jax.nn.sigmoid(times(apart, weights.rate, jnp.float32))
@@ -293,7 +294,7 @@ def mlp(
     config, out = params.config, None
     if weights.down is not None:
         if (both := joined_of(weights, "gate_up")) is None:
-            gate, up = times(normed, weights.gate), times(normed, weights.up)
+            gate, up = products(normed, weights.gate, weights.up)
         else:
             gate, up = jnp.split(times(normed, both), 2, axis=-1)
         out = times(gating_of(config)(gate, up), weights.down)
@@ -314,14 +315,26 @@ def mlp(
 
 
 def times(x: Float[Array, "*B fan_in"], weight: Any, dtype: Any = None) -> Float[Array, "*B fan_out"]:
-    """`x` times a matrix, which may be unfolded, a `LowRank` or `Codes`.
+    """`x` times a matrix: see `products`."""
+    return products(x, weight, dtype=dtype)[0]
 
-    `dtype` is the dtype of the product; None means that of the operands. Inside a program the reshape copies nothing.
+
+def products(x: Float[Array, "*B fan_in"], *weights: Any, dtype: Any = None) -> list[Float[Array, "*B _out"]]:
+    """`x` times each matrix, which may be unfolded, a `LowRank` or `Codes`; matrices of one kind are one call of a kernel.
+
+    `dtype` is that of the products; None means that of the operands. Inside a program the reshape copies nothing.
     """
-    if isinstance(weight, LowRank):
-        added = times(times(x, weight.down), weight.up, dtype)
-        return times(x, weight.base, dtype) + added * weight.scale
-    if isinstance(weight, Codes):  # which every dtype of weights holds exactly
-        product = jnp.matmul(x, weight.code.astype(x.dtype), preferred_element_type=jnp.float32)
-        return (product * weight.scale).astype(dtype or x.dtype)
-    return jnp.matmul(x, weight.reshape(x.shape[-1], -1), preferred_element_type=dtype)
+    if any(isinstance(one, LowRank) for one in weights):
+        return [with_adapter(x, one, dtype) if isinstance(one, LowRank) else times(x, one, dtype) for one in weights]
+    if len({(type(one), getattr(one, "code", one).dtype) for one in weights}) > 1:
+        return [times(x, one, dtype) for one in weights]
+    if isinstance(weights[0], Codes):
+        sums = row_product(x, *(one.code for one in weights), dtype=jnp.float32)
+        return [(found * one.scale).astype(dtype or x.dtype) for found, one in zip(sums, weights, strict=True)]
+    return list(row_product(x, *(one.reshape(x.shape[-1], -1) for one in weights), dtype=dtype))
+
+
+def with_adapter(x: Float[Array, "*B fan_in"], weight: LowRank, dtype: Any) -> Float[Array, "*B fan_out"]:
+    """`x` times a matrix and its adapter."""
+    added = times(times(x, weight.down), weight.up, dtype)
+    return times(x, weight.base, dtype) + added * weight.scale

@@ -31,7 +31,7 @@ void Products(const float* key, int64_t slots, const float* query, int64_t size,
     Lanes sums[Heads] = {};
     for (int64_t h = 0; h < size; h += kLanes) {
       const Lanes of_key = *(const Lanes*)(key + h);
-      for (int g = 0; g < Heads; ++g) sums[g] += of_key * *(const Lanes*)(query + g * size + h);
+      for (int g = 0; g < Heads; ++g) sums[g] = MultiplyAdd(of_key, *(const Lanes*)(query + g * size + h), sums[g]);
     }
     for (int g = 0; g < Heads; ++g) to[g * stride + slot] = Sum(sums[g]) * scale;
   }
