@@ -20,6 +20,7 @@ from pallas_kernels.paged_attention import paged_attention as paged_attention
 from pallas_kernels.replay_attention import replay_attention as replay_attention
 from pallas_kernels.rotate_append import rotate_append as rotate_append
 from pallas_kernels.row_product import row_product as row_product
+from pallas_kernels.row_sum import row_sum as row_sum
 from pallas_kernels.sealed_attention import sealed_attention as sealed_attention
 from pallas_kernels.take_slots import take_slots as take_slots
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jkv.model.delta_weights import DeltaNet, DeltaParams
+from pallas_kernels import row_sum
 
 BLOCK = 64  # tokens of a triangular system
 UNIT_EPSILON = 1e-6  # added to the squared length of a query or key, before it is divided by its length
@@ -66,7 +67,7 @@ def convolve(sizes: DeltaNet, inputs: DeltaInputs, recent: Float[Array, "B R C"]
 
 def unit(x: Float[Array, "*B I"]) -> Float[Array, "*B I"]:
     """Vectors of length 1."""
-    return x * jax.lax.rsqrt((x * x).sum(axis=-1, keepdims=True) + UNIT_EPSILON)
+    return x * jax.lax.rsqrt(row_sum(x, of_squares=True) + UNIT_EPSILON)
 
 
 def step(
@@ -150,7 +151,7 @@ def gated(
     weights: DeltaParams, out: Float[Array, "B T N H"], gate: Float[Array, "B T inner"], epsilon: float
 ) -> Float[Array, "B T inner"]:
     """The norm of what each head reads, times SiLU of the gate, in the gate's dtype."""
-    length = jax.lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + epsilon)
+    length = jax.lax.rsqrt(row_sum(out, of_squares=True) / out.shape[-1] + epsilon)
     flat = (out * length * weights.norm.astype(jnp.float32)).reshape(gate.shape)
     return (flat * jax.nn.silu(gate.astype(jnp.float32))).astype(gate.dtype)
 

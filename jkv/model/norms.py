@@ -18,7 +18,7 @@ def norm(config: ModelConfig, x: Float[Array, "*B H"], weight: Float[Array, " H"
     if config.norm_offset is None and weight is not None:
         return rms_norm(x, weight, config.norm_epsilon)
     wide = x.astype(jnp.float32)
-    unit = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + config.norm_epsilon)
+    unit = wide * jax.lax.rsqrt(kernels.row_sum(wide, of_squares=True) / x.shape[-1] + config.norm_epsilon)
     factor = 1.0 if weight is None else (config.norm_offset or 0.0) + weight.astype(jnp.float32)
     return (unit * factor).astype(x.dtype)
 
@@ -39,5 +39,5 @@ def norm_of_all_heads(
     if axis is None:
         return rms_norm(flat, weight, epsilon)
     wide = flat.astype(jnp.float32)
-    mean_square = jax.lax.pmean(jnp.mean(wide * wide, axis=-1, keepdims=True), axis)
+    mean_square = jax.lax.pmean(kernels.row_sum(wide, of_squares=True) / flat.shape[-1], axis)
     return weight * (wide * jax.lax.rsqrt(mean_square + epsilon)).astype(flat.dtype)

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray, UInt32
 
 from jkv.checks import check_between, out_of_range, typed
+from pallas_kernels import row_sum
 
 BITS_A_PASS = 4  # on an accelerator, where reading the values again costs more than comparing them with 15 numbers at once
 
@@ -257,7 +258,7 @@ def own_log_prob(logits: Float[Array, "*B V"], token: Int[Array, "*B"]) -> Float
     """Each token's log-probability in nats under the model's own distribution: at temperature 1, without penalties and cuts."""
     below_BV = logits.astype(jnp.float32) - logits.max(axis=-1, keepdims=True).astype(jnp.float32)
     picked = jnp.take_along_axis(below_BV, token[..., None], axis=-1)[..., 0]
-    return picked - jnp.log(jnp.exp(below_BV).sum(axis=-1))
+    return picked - jnp.log(row_sum(jnp.exp(below_BV)))[..., 0]
 
 
 def any_cuts(rows: SamplingRows) -> Bool[Array, ""]:
@@ -285,7 +286,7 @@ def log_distribution(
     if truncates is not False:
         kept = is_kept(scaled, rows) if truncates is True else kept_if(truncates, scaled, rows)
         scaled = jnp.where(kept | is_greedy[..., None], scaled, -jnp.inf)
-    return scaled - jnp.log(jnp.exp(scaled).sum(axis=-1, keepdims=True))  # the largest is 0, so that none is looked for
+    return scaled - jnp.log(row_sum(jnp.exp(scaled)))  # the largest is 0, so that none is looked for
 
 
 def is_kept(scaled: Float[Array, "*B V"], rows: SamplingRows) -> Bool[Array, "*B V"]:

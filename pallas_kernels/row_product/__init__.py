@@ -22,7 +22,7 @@ def row_product(
 ) -> tuple[Float[Array, "*B _F"], ...]:
     """`x @ matrix` of each matrix [D, F]; with `by_output`, of matrices [F, D]. Sums are in float32. Differentiable.
 
-    `dtype` is that of the results; None means that of x. A matrix holds floats of x's dtype, or codes of 8 bits (int8,
+    `dtype` is that of the results; None means that of the operands. A matrix holds floats, or codes of 8 bits (int8,
     float8_e4m3fn), which count as the floats that they are; a scale for each output is the caller's to multiply.
 
     On a CPU, a call of a few rows (at most 32, or 128 with bfloat16 and codes) reads each matrix once for all of them, at the

@@ -40,7 +40,8 @@ def row_product(
 ) -> tuple[Float[Array, "*B _F"], ...]:
     """See `pallas_kernels.row_product`."""
     sums = products(by_output, x.reshape(-1, x.shape[-1]), *matrices)
-    return tuple(one.reshape(*x.shape[:-1], -1).astype(dtype or x.dtype) for one in sums)
+    own = x.dtype if reference.is_code(matrices[0]) else jnp.result_type(x, matrices[0])
+    return tuple(one.reshape(*x.shape[:-1], -1).astype(dtype or own) for one in sums)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
