@@ -18,10 +18,13 @@ TOKENS = 40
 
 @dataclasses.dataclass(frozen=True)
 class Guess:
-    """Proposes the true tokens of some texts, made wrong from a place on; `right` counts those that stay."""
+    """Proposes the true tokens of some texts, made wrong from a place on; `right` counts those that stay.
+
+    Where it is None, their number, and how many are proposed, changes from token to token.
+    """
 
     texts: tuple[tuple[int, ...], ...]
-    right: int
+    right: int | None
     drafts: int = 3
     history: int = 64
 
@@ -33,8 +36,10 @@ class Guess:
             padded = jnp.asarray([*text, *[0] * (self.history + self.drafts - len(text))], jnp.int32)
             is_text = ((ordered == padded[: self.history]) | (place >= own[:, None])).all(axis=1) & (own < len(text))
             ahead = padded[own[:, None] + jnp.arange(self.drafts)]
-            ahead = jnp.where(jnp.arange(self.drafts) < self.right, ahead, (ahead + 1) % TINY.vocab_size)
-            token, count = jnp.where(is_text[:, None], ahead, token), jnp.where(is_text, self.drafts, count)
+            right = own % (self.drafts + 1) if self.right is None else jnp.full_like(own, self.right)
+            proposed = jnp.where(own % 5 == 0, own % self.drafts, self.drafts) if self.right is None else self.drafts
+            ahead = jnp.where(jnp.arange(self.drafts) < right[:, None], ahead, (ahead + 1) % 30)
+            token, count = jnp.where(is_text[:, None], ahead, token), jnp.where(is_text, proposed, count)
         return Proposal(token, count)
 
 

@@ -3,6 +3,7 @@
 import functools
 from typing import Annotated, Any
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -59,4 +60,4 @@ class Steering(StepPart):
         return step._replace(enter=enter), (is_thinking, steered)
 
     def report(self, step: Step, hidden: Float[Array, "B T D"], cache: Cache, carry: Any) -> dict[str, Array]:
-        return {"steered": carry[1][:, None]}
+        return {"steered": jnp.broadcast_to(carry[1][:, None], step.token.shape)}
