@@ -76,8 +76,8 @@ class StateDecode(NamedTuple):
     def __call__(self, layer: int, inputs: DeltaInputs, cache: Any) -> tuple[Float[Array, "B T N H"], Any]:
         """`jkv.model.layer_groups.LayerGroups.recur`.
 
-        Of several places, it leaves the states as they are, and keeps those after each place for `accept`. The places go through
-        one loop, so that a token's bits do not depend on its place.
+        Of several places, it leaves the states as they are, and keeps those after each place for `accept`. The places go
+        through one loop, so that a token's bits do not depend on its place.
         """
         old = DeltaState(cache.states[layer].memory, cache.states[layer].recent)
         if self.is_new.shape[1] == 1:

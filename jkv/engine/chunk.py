@@ -1,7 +1,7 @@
 """A decode chunk: the steps between two looks of the host, as one loop on the device; here with one token a step.
 
-`jkv.engine.speculation` has the loop whose steps append several tokens to a row. Both draw tokens and attend by the functions of
-this file.
+`jkv.engine.speculation` has the loop whose steps append several tokens to a row. Both draw tokens and attend by the functions
+of this file.
 """
 
 from collections.abc import Mapping

@@ -48,9 +48,7 @@ def check_policy(
         raise InputError(rule, field="policy", code="unsupported", own=str(gate), name=policy.name, got=got)
 
 
-def check_speculation(
-    options: EngineOptions, policies: Sequence[Policy], config: ModelConfig, num_rows: int
-) -> Drafter | None:
+def check_speculation(options: EngineOptions, policies: Sequence[Policy], config: ModelConfig, num_rows: int) -> Drafter | None:
     """The drafter of an engine, if it has one that works there.
 
     Raises:
@@ -60,7 +58,7 @@ def check_speculation(
         return None
     reasons = [why_by_step(policy) for policy in policies]
     if reasons and all(reasons):
-        rule = "speculate guesses tokens of rows that take several in a step, and this engine has none: {reasons}. Leave it out."
+        rule = "speculate needs rows that take several tokens in a step, and none here can: {reasons}. Leave it out."
         raise InputError(rule, field="speculate", code="unsupported", reasons="; ".join(dict.fromkeys(map(str, reasons))))
     return check_drafter(options.speculate, config.vocab_size, num_rows)
 

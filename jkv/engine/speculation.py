@@ -132,9 +132,7 @@ def decode_chunk(
     first = jax.tree.map(lambda x: x[:, 0], draw_tokens(inputs, carries, *of_row, draws))
     shapes = {"token": first.token, "is_real": is_active} | first.out
     shapes |= shapes_of_reports(params, inputs, state.cache, carries, places)
-    kept = {
-        name: jnp.zeros((num_steps, *x.shape), x.dtype) for name, x in shapes.items() if is_traced or name not in TRACED
-    }
+    kept = {name: jnp.zeros((num_steps, *x.shape), x.dtype) for name, x in shapes.items() if is_traced or name not in TRACED}
     counts = zeros, zeros, jnp.int32(0)
     begin = state, first, is_active, zeros, carries, kept, counts
     state, _, is_running, count, carries, kept, counts = jax.lax.while_loop(goes_on, step, begin)

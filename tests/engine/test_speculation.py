@@ -9,7 +9,9 @@ import pytest
 
 import jkv
 from jkv.engine.drafters import Proposal
-from jkv.testing import TINY, find_copies, tiny_model
+from jkv.testing import TINY, TinyTokenizer, find_copies, tiny_model
+from tests.support import gemma, learned_sinks
+from tests.support.recurrent import recurrent_model
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5], [9, 1, 2], [3] * 11]
 SIZES = {"max_running": 3, "max_slots": 96, "page_size": 4, "poison": True}
@@ -73,8 +75,23 @@ def plain(policy):
     return out
 
 
-def texts_of(results):
-    return tuple((*prompt, *one.tokens[0].tolist()) for prompt, one in zip(PROMPTS, results, strict=True))
+def texts_of(results, prompts=PROMPTS):
+    return tuple((*prompt, *one.tokens[0].tolist()) for prompt, one in zip(prompts, results, strict=True))
+
+
+def assert_guesses_change_nothing(model, policies, *, prompts=PROMPTS, history=64, **settings):
+    """Bits with guesses of all kinds are those without any, and tokens those of an engine of plain steps; returns the runs."""
+    settings |= {"prompts": prompts}
+    expected, _ = run(model, None, policies, **settings)
+    none, quiet = run(model, Guess((), 0, history=history), policies, **settings)
+    mixed, engine = run(model, Guess(texts_of(expected, prompts), None, history=history), policies, **settings)
+    assert quiet.stats.drafted == 0 < engine.stats.accepted < engine.stats.drafted
+    assert_equal_bits(mixed, none)
+    for one, other in zip(none, expected, strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=5e-5, rtol=0)
+        assert one.stats.evicted == other.stats.evicted
+    return mixed, engine
 
 
 def assert_equal_bits(one, other):
@@ -117,6 +134,55 @@ def test_guesses_change_neither_tokens_nor_bits(name):
         np.testing.assert_array_equal(one.tokens, other.tokens)
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=2e-5, rtol=0)
         assert one.stats.evicted == other.stats.evicted
+
+
+MODELS = {
+    "windows": tiny_model(1, dataclasses.replace(TINY, num_layers=4, window=6, window_layers=(0, 2)), TinyTokenizer()),
+    "states": recurrent_model(),
+    "heads by group": gemma.random_model(gemma.GEMMA4, TinyTokenizer()),
+    "shared layers": gemma.random_model(gemma.SHARING, TinyTokenizer()),
+    "learned sinks": learned_sinks.with_random_vectors(tiny_model(2, learned_sinks.CONFIG, TinyTokenizer())),
+}
+
+
+@pytest.mark.everyday(where=lambda name: name in ("windows", "states"))
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_outside_of_the_pool_lose_nothing_to_a_rejected_guess(name):
+    assert_guesses_change_nothing(MODELS[name], POLICIES["r_kv"])
+
+
+@pytest.mark.everyday(where=lambda policy: policy == "full")
+@pytest.mark.parametrize("policy", ["full", "random"])
+def test_only_accepted_tokens_are_sealed(policy):
+    """Guesses reach into the next page while the page before the last is still read as floats."""
+    model = tiny_model(config=dataclasses.replace(TINY, head_size=32, max_positions=512))
+    whole_pages = jkv.random(budget=48, interval=24, block=16, whole=True, sinks=1, recent=17)
+    sizes = {"page_size": 16, "max_slots": 160, "kv_dtype": "kvarn", "history": 160}
+    prompts = [PROMPTS[0], [7, 8, 9] * 13] if policy == "full" else [[4, 5, 6, 7] * 20, [7, 8, 9] * 13]
+    chosen = POLICIES["full"] if policy == "full" else whole_pages
+    out, _ = assert_guesses_change_nothing(model, chosen, prompts=prompts, limits=[66, 60], **sizes)
+    assert any(one.stats.evicted > 0 for one in out) == (policy == "random")
+
+
+def test_rows_that_decide_in_each_step_get_no_guesses_beside_rows_that_do():
+    """Evictions, pages, sinks, steering and aligned thoughts, each in a row of its own; and the traces of all replay."""
+    vector = jkv.SteeringVector(np.random.default_rng(0).standard_normal((2, 32)).astype(np.float32))
+    by_step = {
+        "h2o evicts by the attention of each step": jkv.h2o(budget=16),
+        "tova evicts by the attention of each step": jkv.tova(budget=16),
+        "quest chooses pages in each step": jkv.quest(budget=12, dense_layers=0),
+        "streaming_llm moves its sinks in each step": jkv.streaming_llm(budget=16, interval=8, positions="cache"),
+        "seal steers by each token": jkv.seal(vector, strength=3.0),
+        "reason_cache starts thoughts on pages of their own": jkv.reason_cache(align_steps=True),
+    }
+    model, prompts = tiny_model(tokenizer=TinyTokenizer()), [[*PROMPTS[i % 3], 4 + i] for i in range(7)]
+    settings = {"max_running": 7, "return_trace": True, "prompts": prompts}
+    out, engine = assert_guesses_change_nothing(model, [jkv.full(), *by_step.values()], **settings)
+    assert engine.stats.not_drafted == dict.fromkeys(by_step, TOKENS)
+    assert out[0].stats.not_drafted == engine.stats.not_drafted
+    for one in out:
+        replayed = jkv.score(model, one, trace=one.trace).logprobs
+        assert np.quantile(np.abs(replayed - one.logprobs), 0.99) <= 1e-5
 
 
 def test_a_row_s_bits_depend_neither_on_its_neighbours_nor_on_chunks():
@@ -188,11 +254,13 @@ def test_penalties_and_forced_tokens_are_as_in_plain_decoding():
         np.testing.assert_allclose(one.logprobs_full, other.logprobs_full, atol=2e-5, rtol=0)
 
 
-def test_samples_turns_and_preempted_rows_go_on_as_in_plain_decoding():
+@pytest.mark.everyday(where=lambda name: name in ("full layers", "windows"))
+@pytest.mark.parametrize("name", ["full layers", "windows", "states"])
+def test_samples_turns_and_preempted_rows_go_on_as_in_plain_decoding(name):
     """Forks of a prompt, a next turn of a kept row, and rows that are swapped out, in a pool that is too small for all."""
-    results = []
+    results, model = [], MODELS.get(name, tiny_model())
     for drafter in (None, jkv.siblings(history=96)):
-        engine = jkv.Engine(tiny_model(), speculate=drafter, **SIZES | {"num_pages": 92})
+        engine = jkv.Engine(model, speculate=drafter, return_trace=True, **SIZES | {"num_pages": 92})
         sampling = jkv.Sampling(seed=3)
         many = engine.submit(PROMPTS[0], sampling=sampling, max_new_tokens=36, n=4, stop_ids=())
         turn = engine.submit(PROMPTS[1], sampling=sampling, max_new_tokens=13, stop_ids=(), keep=True)
@@ -202,8 +270,11 @@ def test_samples_turns_and_preempted_rows_go_on_as_in_plain_decoding():
         results.append([engine.result(ticket) for ticket in (many, turn, again)])
         assert engine.runner.num_held_pages == 0
         assert engine.stats.preemptions > 0
+    assert engine.stats.accepted > 0
     for one, other in zip(*results, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
+        replayed = jkv.score(model, other, trace=other.trace).logprobs
+        assert np.quantile(np.abs(replayed - other.logprobs), 0.99) <= 1e-5
 
 
 def test_other_prompts_lengths_and_guesses_compile_nothing():

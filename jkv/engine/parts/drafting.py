@@ -44,7 +44,6 @@ class Drafting(StepPart):
 
     @classmethod
     def carried(cls, rows: Rows) -> dict[str, Any]:
-        assert rows.drafter is not None
         history = np.full((rows.num_rows, history_of(rows.drafter, rows.model.config)), NOTHING, np.int32)
         for i, sample in rows.running.items():
             tokens = np.concatenate([sample.request.prompt, np.asarray(sample.completion.tokens, np.int32)])
@@ -69,6 +68,6 @@ def why_by_step(policy: Policy) -> str | None:
     return next((f"{policy.name} {what}" for name, what in BY_STEP.items() if getattr(policy.needs, name)), None)
 
 
-def history_of(drafter: Drafter, config: ModelConfig) -> int:
+def history_of(drafter: Drafter | None, config: ModelConfig) -> int:
     """The tokens of a row that are kept for a drafter: no more than its model can have."""
-    return min(drafter.history, max(config.max_positions, 2))
+    return 0 if drafter is None else min(drafter.history, max(config.max_positions, 2))
