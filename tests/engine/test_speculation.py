@@ -9,7 +9,7 @@ import pytest
 
 import jkv
 from jkv.engine.drafters import Proposal
-from jkv.testing import TINY, TinyTokenizer, find_copies, tiny_model
+from jkv.testing import TINY, TinyTokenizer, find_copies, random_gate, tiny_model
 from tests.support import gemma, learned_sinks
 from tests.support.recurrent import recurrent_model
 
@@ -176,8 +176,10 @@ def test_rows_that_decide_in_each_step_get_no_guesses_beside_rows_that_do():
         "reason_cache starts thoughts on pages of their own": jkv.reason_cache(align_steps=True),
     }
     model, prompts = tiny_model(tokenizer=TinyTokenizer()), [[*PROMPTS[i % 3], 4 + i] for i in range(7)]
+    gated = jkv.learned_gate(random_gate(model, "linear"), 16, window=4, interval=8, sinks=2)  # which may be guessed
     settings = {"max_running": 7, "return_trace": True, "prompts": prompts}
-    out, engine = assert_guesses_change_nothing(model, [jkv.full(), *by_step.values()], **settings)
+    out, engine = assert_guesses_change_nothing(model, [gated, *by_step.values()], **settings)
+    assert out[0].stats.evicted > 0
     assert engine.stats.not_drafted == dict.fromkeys(by_step, TOKENS)
     assert out[0].stats.not_drafted == engine.stats.not_drafted
     for one in out:
@@ -260,7 +262,8 @@ def test_samples_turns_and_preempted_rows_go_on_as_in_plain_decoding(name):
     """Forks of a prompt, a next turn of a kept row, and rows that are swapped out, in a pool that is too small for all."""
     results, model = [], MODELS.get(name, tiny_model())
     for drafter in (None, jkv.siblings(history=96)):
-        engine = jkv.Engine(model, speculate=drafter, return_trace=True, **SIZES | {"num_pages": 92})
+        settings = SIZES | {"num_pages": 92, "ahead": name != "full layers"}  # rows that have ended stay as they are
+        engine = jkv.Engine(model, speculate=drafter, return_trace=True, **settings)
         sampling = jkv.Sampling(seed=3)
         many = engine.submit(PROMPTS[0], sampling=sampling, max_new_tokens=36, n=4, stop_ids=())
         turn = engine.submit(PROMPTS[1], sampling=sampling, max_new_tokens=13, stop_ids=(), keep=True)
@@ -288,13 +291,16 @@ def test_other_prompts_lengths_and_guesses_compile_nothing():
         assert program.num_compiled() == before
 
 
-def test_no_step_copies_the_pool():
-    engine = jkv.Engine(tiny_model(), speculate=jkv.ngram(), policies=[POLICIES["r_kv"]], **SIZES)
+@pytest.mark.parametrize("name", ["windows", "states"])
+def test_no_step_copies_the_pool(name):
+    engine = jkv.Engine(MODELS[name], speculate=jkv.ngram(history=64), policies=[POLICIES["r_kv"]], **SIZES)
     engine.submit(PROMPTS[0], POLICIES["r_kv"], jkv.Sampling(seed=1), 20, stop_ids=())
     engine.step()
     runner = engine.runner
     inputs = runner._chunk_inputs(engine.scheduler.running)
     args = runner.params, runner.state, inputs, runner._carried, 16, runner.draws, False, runner.drafter
     text = jkv.engine.programs.decode_chunk.trace(*args).lower().compile().as_text()
-    assert not find_copies(text, runner.state.cache.pool.kv.shape)
-    assert not find_copies(text, runner.state.cache.query_ring.shape)
+    cache = runner.state.cache
+    beside = cache.windows.kv if name == "windows" else cache.states[0].memory
+    for array in (cache.pool.kv, cache.query_ring, beside):
+        assert not find_copies(text, array.shape)
