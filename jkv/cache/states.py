@@ -84,9 +84,9 @@ class StateDecode(NamedTuple):
             out, new = delta_net.step(self.sizes, inputs, old, self.is_new[:, 0])
             return out, replaced(cache, layer, *new)
 
-        def step(state: DeltaState, place: tuple[Array, Array, Array, Array]) -> tuple[DeltaState, tuple[Array, DeltaState]]:
-            *of_token, is_new = place
-            given = DeltaInputs(*(x[:, None] for x in of_token), inputs.taps)
+        def step(state: DeltaState, place: tuple[Array, ...]) -> tuple[DeltaState, tuple[Array, DeltaState]]:
+            mixed, rate, log_decay, is_new = place
+            given = DeltaInputs(mixed[:, None], rate[:, None], log_decay[:, None], inputs.taps)
             out, state = delta_net.step(self.sizes, given, state, is_new)
             return state, (out[:, 0], state)
 

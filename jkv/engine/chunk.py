@@ -200,8 +200,9 @@ def attention_of(
     turn, unrotated = rotation(config, position.reshape(-1)), config.unrotated
     attend: decoder.Attend
     if cache.tail is None:
-        filled, rules = length[..., 0] if places == 1 else length, (inputs.rules, inputs.reads, sinks)
-        attend = DecodeAttention(address, filled, position[:, 0], *turn, *rules, goes_on, unrotated, new.params.axis)
+        filled = length[..., 0] if places == 1 else length
+        rules, reads, axis = inputs.rules, inputs.reads, new.params.axis
+        attend = DecodeAttention(address, filled, position[:, 0], *turn, rules, reads, sinks, goes_on, unrotated, axis)
     else:
         attend = sealed_pages.SealedDecode(address, length, position, is_new, *turn, inputs.reads, unrotated)
     cache = cache._replace(
