@@ -87,8 +87,8 @@ def decode_chunk(
             new = new._replace(cache=new.cache._replace(pool=pool))
         else:
             of_step = addresses_of(address, count, is_new)
-        goes_on = runs & ~first.is_last & (count + 1 < inputs.remaining)  # of rows that take one token
-        cache, attend = attention_of(inputs, new, of_step, goes_on)
+        has_next = runs & ~first.is_last & (count + 1 < inputs.remaining)  # of a row that takes one token
+        cache, attend = attention_of(inputs, new, of_step, has_next)
         given = params, new.token, position, attend, cache, new.enter, new.observe, new.choose
         hidden, cache = decoder.forward(*given, rotates=False)
         of_places = decoder.unembed(params, hidden)
