@@ -117,3 +117,26 @@ conversation += [
 ]
 again = jkv.generate(model, conversation, policy=jkv.r_kv(budget=128, interval=16), sampling=greedy, max_new_tokens=96)
 print(again.text[0])
+
+# %% [markdown]
+# ## The same text in fewer steps
+#
+# A text that repeats itself can be guessed. With `speculate="ngram"` a step passes the next token and three guesses through the
+# model: what followed when the last tokens stood in the text before. Guesses that prove right are kept, so the tokens are the
+# same, in fewer steps. Times are without compilation.
+
+# %%
+rows = (
+    "| Monday | milk, bread | soup, bread |",
+    "| Tuesday | milk, tea | rice, bread |",
+    "| Wednesday | tea, bread | soup, rice |",
+)
+table = "\n".join(["Repeat this as it is, twice:", "| day | morning | evening |", "|---|---|---|", *rows, ""])
+settings = {"sampling": greedy, "max_new_tokens": 128, "stop_ids": ()}
+plain = jkv.generate(model, [{"role": "user", "content": table}], **settings)
+guessed = jkv.generate(model, [{"role": "user", "content": table}], **settings, speculate="ngram")
+for name, out in (("one token a step", plain), ("with guesses", guessed)):
+    print(f"{name}: {out.stats.decode_seconds:.1f} seconds, {out.stats.tokens_per_step:.1f} tokens a step")
+print(guessed.text[0][:200])
+assert np.array_equal(guessed.tokens, plain.tokens)
+assert guessed.stats.tokens_per_step > 1.5

@@ -34,6 +34,7 @@ class Cache(NamedTuple):
     is_read: Bool[Array, "L B K MP"] | None = None  # pages that the current step reads; None if it reads all
     windows: Windows | None = None  # None if no layer has a sliding window
     states: States | None = None  # None if no layer has a recurrent state
+    states_after: States = ()  # after each of several places of a step, [T, B, ...], within a pass
     tail: Windows | None = None  # each row's pages that are not sealed; None unless the pool holds records
     chunk: WindowChunk | None = None  # what a window of a prompt's chunk read, within a pass, for layers that share it
     choice: Choice | None = None  # the pages that a step's last layer chose, within a pass, likewise
@@ -64,7 +65,7 @@ class Cache(NamedTuple):
 class DecodeAttention(NamedTuple):
     """Attention of each row's next tokens to the row's pages: one, or one at each of T places, of which some may be void.
 
-    Rules, reads and moved sinks are for one place.
+    A row that evicts in its steps, chooses pages or moves its sinks does so for the first place, and has no token at others.
     """
 
     address: Int[Array, "L B K T"]
@@ -98,7 +99,8 @@ class DecodeAttention(NamedTuple):
             pool, query, ring = self.append(layer, query, key, value, cache)
         num_layers, num_kv_heads = len(self.length), key.shape[2]
         rows = batch * num_kv_heads
-        query_RGH = query.reshape(rows, -1, head_size) if places == 1 else query
+        first_RGH = query[:, 0].reshape(rows, -1, head_size)
+        query = first_RGH if places == 1 else query
         page_table = pool.page_table.reshape(num_layers, rows, -1)
         length = self.length.reshape(num_layers, rows, *self.length.shape[3:])
         log_weight = pool.slot_data.get(pages.LOG_WEIGHT)
@@ -110,9 +112,11 @@ class DecodeAttention(NamedTuple):
         is_read, choice = cache.is_read, cache.choice
         if self.reads is not None:
             assert is_read is not None
-            choice = choice if is_stored else self.choose(layer, query_RGH, pool, page_table, length)
+            of_row = length if places == 1 else length[:, -1]
+            choice = choice if is_stored else self.choose(layer, first_RGH, pool, page_table, of_row)
             assert choice is not None
-            page_table, length = choice.page_table, choice.length
+            page_table = choice.page_table
+            length = choice.length if places == 1 else length - (of_row - choice.length)[:, None]
             is_read = is_read.at[layer].set(choice.is_read.reshape(is_read.shape[1:]))
             if log_weight is not None:
                 by_page = log_weight.reshape(rows, -1, pool.page_size)
@@ -121,37 +125,47 @@ class DecodeAttention(NamedTuple):
             is_sink = jnp.arange(pool.max_slots, dtype=jnp.int32) < jnp.repeat(self.sinks.num_sinks, key.shape[2])[:, None]
             log_weight = jnp.where(is_sink, -jnp.inf, 0.0 if log_weight is None else log_weight)
         out, log_total, logits = kernels.paged_attention(
-            query_RGH, pool.kv, page_table, length, log_weight, of_layer, with_logits=self.rules is not None and not is_stored
+            query, pool.kv, page_table, length, log_weight, of_layer, with_logits=self.rules is not None and not is_stored
         )
+
+        def as_out(log_total: Array) -> Array:
+            """In the order of the output: by row, or of several places by place, [B, T, N]."""
+            if places == 1:
+                return log_total
+            return jnp.swapaxes(log_total.reshape(batch, num_kv_heads, places, -1), 1, 2).reshape(batch, places, num_heads)
+
+        log_total = as_out(log_total)
         if self.sinks is not None:
-            turned = query_RGH
+            turned = query
             if layer not in self.unrotated:
-                turned = decoder.rotate(query, self.sinks.cos, self.sinks.sin).reshape(query_RGH.shape)
+                by_place = query.reshape(batch, places, num_heads, head_size)
+                turned = decoder.rotate(by_place, self.sinks.cos, self.sinks.sin).reshape(query.shape)
             first_pages = page_table[:, : pages.num_pages_of(MOST_SINKS, pool.page_size)]
-            num_sinks = jnp.minimum(length, jnp.repeat(self.sinks.num_sinks, key.shape[2]))
+            num_sinks = jnp.repeat(self.sinks.num_sinks, key.shape[2])
+            num_sinks = jnp.minimum(length, num_sinks if places == 1 else num_sinks[:, None])
             sinks_out, sinks_total, _ = kernels.paged_attention(turned, pool.kv, first_pages, num_sinks)
+            sinks_total = as_out(sinks_total)
             out = merge((out, sinks_out), (log_total, sinks_total))
             log_total = log_total if sink is None else jnp.logaddexp(log_total, sinks_total)
         if sink is not None:  # from here on the probabilities are those with the sink, the accumulated mass of H2O and TOVA too
             of_rows = sink_of_rows(sink, batch, num_kv_heads)
-            if places > 1:  # by place, as the output is
-                by_row = log_total.reshape(batch, num_kv_heads, places, -1)
-                log_total = jnp.swapaxes(by_row, 1, 2).reshape(batch, places, num_heads)
-                of_rows = jnp.broadcast_to(sink.astype(jnp.float32), log_total.shape)
+            of_rows = of_rows if places == 1 else jnp.broadcast_to(sink.astype(jnp.float32), log_total.shape)
             out, log_total = add_sink(out, log_total, of_rows)
         victim = cache.victim
         if self.rules is not None and not is_stored:  # the slots are of the layer that stored them, and so is their mass
             assert logits is not None
             assert victim is not None
             shape = pool.page_table.shape[1:3]
+            of_first = log_total if places == 1 else log_total[:, 0]
             mass = add_mass(
                 pool.slot_data["mass"][layer],
                 self.address[layer, ..., 0] != pages.NULL_PAGE,  # rows that are finished draw nothing
-                logits.reshape(*shape, *logits.shape[1:]),
-                log_total.reshape(*shape, -1),
+                logits[:, : num_heads // num_kv_heads].reshape(*shape, -1, logits.shape[2]),
+                of_first.reshape(*shape, -1),
                 self.rules.last_only,
             )
-            position = pages.positions(pool.replace(length=self.length), layer, jnp.arange(batch, dtype=jnp.int32))
+            filled = self.length if places == 1 else self.length[..., 0]
+            position = pages.positions(pool.replace(length=filled), layer, jnp.arange(batch, dtype=jnp.int32))
             axis = None if self.axis is None else HEADS
             slot = choose_victim(self.rules, layer, mass, position, self.position, self.goes_on, axis)
             pool = pool.replace(slot_data=pool.slot_data | {"mass": pool.slot_data["mass"].at[layer].set(mass)})
@@ -189,7 +203,7 @@ class DecodeAttention(NamedTuple):
         )
         pool = pool.replace(kv=kv)
         if pool.bounds is not None:
-            pool = pages.widen_bounds(pool, address[layer], decoder.rotate(key[:, 0], *turn))
+            pool = pages.widen_bounds(pool, address[layer], decoder.rotate(key.reshape(-1, *key.shape[2:]), *turn))
         ring = None if ring is None or flat_ring is None else flat_ring.reshape(ring.shape)
         return pool, rotated.reshape(batch, places, num_heads, head_size), ring
 

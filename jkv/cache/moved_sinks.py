@@ -22,8 +22,8 @@ class SinkRules(NamedTuple):
 
 
 def merge(
-    out: tuple[Float[Array, "R G H"], Float[Array, "R G H"]], log_total: tuple[Float[Array, "R G"], Float[Array, "R G"]]
-) -> Float[Array, "R G H"]:
+    out: tuple[Float[Array, "*R H"], Float[Array, "*R H"]], log_total: tuple[Float[Array, "*R"], Float[Array, "*R"]]
+) -> Float[Array, "*R H"]:
     """Attention over two groups of slots, from the output of each and the log of its softmax denominator."""
     peak = jnp.maximum(*log_total)
     peak = jnp.where(peak == -jnp.inf, 0.0, peak)

@@ -49,17 +49,17 @@ def write_rows(cache: Cache, target: Int[Array, " R"], content: RowContent) -> C
 
 
 def decode_groups(
-    config: ModelConfig, paged: Any, cache: Cache, position: Int[Array, " B"], is_active: Bool[Array, " B"]
+    config: ModelConfig, paged: Any, cache: Cache, position: Int[Array, "B T"], is_new: Bool[Array, "B T"]
 ) -> Any:
     """The attention of a decode step, with that of the layers outside of the pool where the model has such."""
     if not config.unpaged_layers:
         return paged
     windowed = recurrent = None
     if cache.windows is not None:
-        turn = rotation(config.in_windows, position)
-        windowed = WindowDecode(cache.rings, position, is_active, *turn, config.unrotated_windows)
+        turn = rotation(config.in_windows, position.reshape(-1))
+        windowed = WindowDecode(cache.rings, position, is_new, *turn, config.unrotated_windows)
     if config.delta_net is not None:
-        recurrent = StateDecode(config.delta_net, is_active)
+        recurrent = StateDecode(config.delta_net, is_new)
     return LayerGroups(paged, windowed, config.window_layers, recurrent, config.state_layers)
 
 

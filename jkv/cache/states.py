@@ -2,6 +2,7 @@
 
 A token changes the whole state of its row, so nothing is ever evicted, compacted or shared; policies do not see these layers.
 Each layer has an array of its own, which a step overwrites as a whole: XLA copies arrays of all layers to write into one.
+A step that appends several tokens keeps the states after each, until it is known how many are accepted.
 """
 
 from typing import Annotated, Any, NamedTuple
@@ -67,16 +68,37 @@ def replaced(cache: Any, layer: int, memory: Float[Array, "B N I H"], recent: Fl
 
 
 class StateDecode(NamedTuple):
-    """The recurrence of each row's next token (T = 1)."""
+    """The recurrence of each row's next tokens: one, or one at each of T places, of which some may be rejected afterwards."""
 
     sizes: DeltaNet
-    is_active: Bool[Array, " B"]
+    is_new: Bool[Array, "B T"]
 
     def __call__(self, layer: int, inputs: DeltaInputs, cache: Any) -> tuple[Float[Array, "B T N H"], Any]:
-        """`jkv.model.layer_groups.LayerGroups.recur`."""
-        old = cache.states[layer]
-        out, new = delta_net.step(self.sizes, inputs, DeltaState(old.memory, old.recent), self.is_active)
-        return out, replaced(cache, layer, *new)
+        """`jkv.model.layer_groups.LayerGroups.recur`.
+
+        Of several places, it leaves the states as they are, and keeps those after each place for `accept`. The places go
+        through one loop, so that a token's bits do not depend on its place.
+        """
+        old = DeltaState(cache.states[layer].memory, cache.states[layer].recent)
+        if self.is_new.shape[1] == 1:
+            out, new = delta_net.step(self.sizes, inputs, old, self.is_new[:, 0])
+            return out, replaced(cache, layer, *new)
+
+        def step(state: DeltaState, place: tuple[Array, ...]) -> tuple[DeltaState, tuple[Array, DeltaState]]:
+            mixed, rate, log_decay, is_new = place
+            given = DeltaInputs(mixed[:, None], rate[:, None], log_decay[:, None], inputs.taps)
+            out, state = delta_net.step(self.sizes, given, state, is_new)
+            return state, (out[:, 0], state)
+
+        of_tokens = inputs.mixed, inputs.rate, inputs.log_decay, self.is_new
+        _, (out, after) = jax.lax.scan(step, old, tuple(jnp.moveaxis(x, 1, 0) for x in of_tokens))
+        return jnp.moveaxis(out, 0, 1), cache._replace(states_after=(*cache.states_after, LayerStates(*after)))
+
+
+def accept(cache: Any, num_accepted: Int[Array, " B"]) -> Any:
+    """The cache with each row's states after the places that were accepted; of a row without any, they are what they were."""
+    row, last = jnp.arange(len(num_accepted), dtype=jnp.int32), jnp.maximum(num_accepted - 1, 0)
+    return cache._replace(states=tuple(jax.tree.map(lambda x: x[last, row], of_layer) for of_layer in cache.states_after))
 
 
 class StatePrefill(NamedTuple):

@@ -5,6 +5,9 @@ row's ring, over the token that has just left the window, and a decode step read
 of a ring belong to one layer, row and KV head for good: no allocator, nothing to compact, nothing to share. Policies do not
 see these layers. A fork copies a row's rings; so do swapping and the rows kept for a next turn.
 
+Steps that append up to T tokens to a row have rings of W + T - 1 slots. So a token that is rejected afterwards has overwritten
+none that a later query reads, and each place reads its own window by a mask.
+
 Rings hold floats, also where the pool is quantised.
 """
 
@@ -29,6 +32,12 @@ class Windows(flax.struct.PyTreeNode):
     kv: Annotated[Any, "P 2 page H"]
     size: int = flax.struct.field(pytree_node=False)  # W
     num_layers: int = flax.struct.field(pytree_node=False)  # L
+    places: int = flax.struct.field(pytree_node=False, default=1)  # T: the tokens that a step may append to a row
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of a ring: the windows of T tokens that follow each other."""
+        return self.size + self.places - 1
 
     @property
     def page_size(self) -> int:
@@ -38,7 +47,7 @@ class Windows(flax.struct.PyTreeNode):
     @property
     def max_pages(self) -> int:
         """Pages of a ring (MP)."""
-        return num_pages_of(self.size, self.page_size)
+        return num_pages_of(self.num_slots, self.page_size)
 
     def tables(self, num_rows: int) -> Int[Array, "L B K MP"]:
         """The pages of each ring, which never change. K may be another than that of the pool."""
@@ -47,11 +56,21 @@ class Windows(flax.struct.PyTreeNode):
 
 
 def create(
-    *, num_layers: int, num_rows: int, num_kv_heads: int, head_size: int, window: int, page_size: int, dtype: Any, poison: bool
+    *,
+    num_layers: int,
+    num_rows: int,
+    num_kv_heads: int,
+    head_size: int,
+    window: int,
+    page_size: int,
+    dtype: Any,
+    poison: bool,
+    places: int = 1,
 ) -> Windows:
     """Empty rings of `num_layers` layers with a window of `window` tokens; NaN with `poison`, for tests."""
-    num_pages = num_layers * num_rows * num_kv_heads * num_pages_of(window, page_size)
-    return Windows(jnp.full((1 + num_pages, 2, page_size, head_size), jnp.nan if poison else 0, dtype), window, num_layers)
+    num_pages = num_layers * num_rows * num_kv_heads * num_pages_of(window + places - 1, page_size)
+    kv = jnp.full((1 + num_pages, 2, page_size, head_size), jnp.nan if poison else 0, dtype)
+    return Windows(kv, window, num_layers, places)
 
 
 def read_row(windows: Windows, tables: Int[Array, "L B K MP"], row: Int[Array, ""]) -> Float[Array, "L K MP 2 page H"]:
@@ -80,13 +99,16 @@ class WindowChunk(NamedTuple):
 
 
 class WindowDecode(NamedTuple):
-    """Attention of each row's next token (T = 1) to its window."""
+    """Attention of each row's next tokens to their windows: one, or one at each of T places, of which some may be void.
+
+    The places of a row read its ring one by one, as rows of their own: each has another window.
+    """
 
     tables: Int[Array, "L B K MP"]
-    position: Int[Array, " B"]
-    is_active: Bool[Array, " B"]
-    cos: Float[Array, "B half"]  # of the new token's rotation
-    sin: Float[Array, "B half"]
+    position: Int[Array, "B T"]
+    is_new: Bool[Array, "B T"]
+    cos: Float[Array, "BT half"]  # of the new tokens' rotations, place after place of each row
+    sin: Float[Array, "BT half"]
     unrotated: tuple[int, ...] = ()  # layers without RoPE
 
     def __call__(
@@ -100,18 +122,25 @@ class WindowDecode(NamedTuple):
         is_stored: bool = False,
     ) -> tuple[Float[Array, "B T N H"], Any]:
         """`jkv.model.decoder.Attend`, which rotates queries and keys."""
-        windows, (_, num_rows, num_kv_heads, max_pages) = cache.windows, self.tables.shape
+        windows, places, (_, num_rows, num_kv_heads, max_pages) = cache.windows, query.shape[1], self.tables.shape
         turn = turn_in(layer, self.cos, self.sin, self.unrotated)
         kv, rotated = windows.kv, query
         if is_stored:
-            rotated = rotate(query, *(part[:, None] for part in turn))
+            rotated = rotate(query, *(part.reshape(num_rows, places, -1) for part in turn))
         else:
             kv, rotated = self.append(layer, query, key, value, windows, turn)
-        length = jnp.repeat(jnp.minimum(self.position + self.is_active.astype(jnp.int32), windows.size), num_kv_heads)
-        table = self.tables[layer].reshape(-1, max_pages)
-        out, log_total, _ = kernels.paged_attention(rotated.reshape(len(table), -1, query.shape[-1]), kv, table, length)
+        num_seen = self.position[:, :1] + jnp.cumsum(self.is_new, axis=1, dtype=jnp.int32)
+        length = jnp.repeat(jnp.minimum(num_seen, windows.num_slots).reshape(-1), num_kv_heads)
+        table = jnp.repeat(self.tables[layer], places, axis=0).reshape(-1, max_pages)
+        weight = None
+        if windows.places > 1:
+            slot = jnp.arange(max_pages * windows.page_size, dtype=jnp.int32)
+            is_read = (num_seen.reshape(-1, 1) - 1 - slot) % windows.num_slots < windows.size
+            weight = jnp.repeat(jnp.where(is_read, 0.0, -jnp.inf), num_kv_heads, axis=0)
+        rotated = rotated.reshape(len(table), -1, query.shape[-1])
+        out, log_total, _ = kernels.paged_attention(rotated, kv, table, length, weight)
         if sink is not None:
-            out, _ = add_sink(out, log_total, sink_of_rows(sink, num_rows, num_kv_heads))
+            out, _ = add_sink(out, log_total, sink_of_rows(sink, num_rows * places, num_kv_heads))
         return out.reshape(query.shape), cache._replace(windows=windows.replace(kv=kv))
 
     def append(
@@ -121,15 +150,16 @@ class WindowDecode(NamedTuple):
         key: Float[Array, "B T K H"],
         value: Float[Array, "B T K H"],
         windows: Windows,
-        turn: tuple[Float[Array, "B half"], Float[Array, "B half"]],
-    ) -> tuple[Any, Float[Array, "B N H"]]:
-        """The rings with each row's new token, and the rotated queries."""
-        slot = (self.position % windows.size)[:, None]
-        page = self.tables[layer, :, :, 0] + slot // windows.page_size  # a ring's pages follow each other
-        address = jnp.where(self.is_active[:, None], page * windows.page_size + slot % windows.page_size, NULL_PAGE)
-        flat = jnp.concatenate([x.reshape(len(x), -1) for x in (query, key, value)], axis=1)
+        turn: tuple[Float[Array, "BT half"], Float[Array, "BT half"]],
+    ) -> tuple[Any, Float[Array, "BT N H"]]:
+        """The rings with each row's new tokens, and the rotated queries."""
+        slot = (self.position % windows.num_slots)[..., None]
+        page = self.tables[layer, :, None, :, 0] + slot // windows.page_size  # a ring's pages follow each other
+        address = jnp.where(self.is_new[..., None], page * windows.page_size + slot % windows.page_size, NULL_PAGE)
+        address = address.reshape(-1, address.shape[-1])
+        flat = jnp.concatenate([x.reshape(len(address), -1) for x in (query, key, value)], axis=1)
         projected = flat.reshape(len(flat), -1, query.shape[-1])
-        kv, rotated, _ = kernels.rotate_append(windows.kv, projected, *turn, address)
+        kv, rotated, _ = kernels.rotate_append(windows.kv, projected, *turn, address, places=query.shape[1])
         return kv, rotated
 
 
@@ -171,8 +201,8 @@ class WindowPrefill(NamedTuple):
         key, value = kv_SK2H[None, :, :, 0], kv_SK2H[None, :, :, 1]
         out = kernels.replay_attention(query, key, value, self.position, begin, end, sink=sink)
         # The ring is written as a whole: what is written then depends on what was read, so XLA need not copy the rings.
-        is_last = is_new & (offset >= self.num_new - size)  # others would be overwritten by later ones
-        slot = jnp.where(is_last, self.position[0] % size, len(old_SK2H))
+        is_last = is_new & (offset >= self.num_new - windows.num_slots)  # others would be overwritten by later ones
+        slot = jnp.where(is_last, self.position[0] % windows.num_slots, len(old_SK2H))
         ring_SK2H = old_SK2H.at[slot].set(new_TK2H, mode="drop", unique_indices=True)
         ring = ring_SK2H.reshape(windows.max_pages, windows.page_size, num_kv_heads, 2, -1)
         kv = put(windows.kv, (page,), jnp.transpose(ring, (2, 0, 3, 1, 4)))
@@ -185,5 +215,5 @@ def old_positions(windows: Windows, num_seen: Int[Array, ""]) -> Int[Array, " S"
     In: a window of 4 tokens, 6 seen -> Out: 4, 5, 2, 3.
     """
     slot = jnp.arange(windows.max_pages * windows.page_size, dtype=jnp.int32)
-    position = num_seen - 1 - (num_seen - 1 - slot) % windows.size
-    return jnp.where((slot < windows.size) & (position >= 0), position, EMPTY)
+    position = num_seen - 1 - (num_seen - 1 - slot) % windows.num_slots
+    return jnp.where((slot < windows.num_slots) & (position >= 0), position, EMPTY)

@@ -9,10 +9,12 @@ from jkv.cli.inputs import LOOKS, check_target, sampling_of
 from jkv.cli.options import (
     BUDGET,
     DEVICE_PAGE_SIZE,
+    DRAFTS,
     DTYPE,
     KV_DTYPE,
     POLICY,
     SET,
+    SPECULATE,
     WEIGHT_DTYPE,
     Option,
     add_options,
@@ -36,6 +38,8 @@ OPTIONS = (
     DTYPE,
     WEIGHT_DTYPE,
     KV_DTYPE,
+    SPECULATE,
+    DRAFTS,
     Option("num_devices", int, 1, "that KV heads are split over"),
     Option("memory_share", float, 0.9, "of a device's memory to fill"),
     Option("memory", float, None, "of a device, in place of the vendor's", more={"metavar": "GB"}),
@@ -68,6 +72,7 @@ def run(options: argparse.Namespace) -> int:
     import json
 
     from jkv.checkpoints.model_shapes import SHAPES
+    from jkv.engine.drafters import drafter_named
     from jkv.planning.devices import DEVICES, find_device
     from jkv.planning.plan import DRAWN, plan
     from jkv.policies import make
@@ -108,6 +113,7 @@ def run(options: argparse.Namespace) -> int:
         num_devices=options.num_devices,
         sampling=sampling_of(options, DRAWN),
         memory_share=options.memory_share,
+        speculate=drafter_named(options.speculate, options.drafts),
     )
     text = json.dumps(dataclasses.asdict(found), indent=1)
     print(text if options.json else found)

@@ -1,7 +1,7 @@
 """A decode chunk: the steps between two looks of the host, as one loop on the device; here with one token a step.
 
-`jkv.engine.speculation` has the loop whose steps append several tokens to a row. Both draw tokens, reserve slots and attend by
-the functions of this file.
+`jkv.engine.speculation` has the loop whose steps append several tokens to a row. Both draw tokens and attend by the functions
+of this file.
 """
 
 from collections.abc import Mapping
@@ -137,7 +137,8 @@ def decode_chunk(
         new = Step(params, cache, row, token, num_new, is_active)
         for name, part in parts.items():
             new, carries[name] = part.take(new, carries[name])
-        cache, attend = attention_of(inputs, new, position, goes_on)
+        pool, address = pages.reserve(new.cache.pool, row, num_new, 1)
+        cache, attend = attention_of(inputs, new._replace(cache=new.cache._replace(pool=pool)), address, goes_on)
         given = params, new.token, position[:, None], attend, cache, new.enter, new.observe, new.choose
         hidden, cache = decoder.forward(*given, rotates=False)
         pool, dropped = pages.advance(cache.pool, row, num_new), None
@@ -180,25 +181,32 @@ def carried_on(inputs: ChunkInputs, carries: Mapping[str, Any]) -> Carried:
 
 
 def attention_of(
-    inputs: ChunkInputs, new: Step, position: Int[Array, " B"], goes_on: Bool[Array, " B"]
+    inputs: ChunkInputs, new: Step, address: Int[Array, "L B K T"], goes_on: Bool[Array, " B"]
 ) -> tuple[Cache, decoder.Attend]:
-    """Reserves a slot for each new token; returns the cache, and the attention of the decoder's layers."""
-    cache, config = new.cache, new.params.config
-    pool, address = pages.reserve(cache.pool, new.row, new.num_new, 1)
-    length = pool.length + pages.num_growing(pool, new.row, new.num_new)
+    """The cache for a step whose tokens go to `address`, and the attention of the decoder's layers.
+
+    A query reads what is filled up to its own place. `goes_on` says whether a row has a next step.
+    """
+    cache, config, places = new.cache, new.params.config, new.token.shape[1]
+    pool, place = cache.pool, jnp.arange(places, dtype=jnp.int32)
+    position, is_new = pool.logical_length[:, None] + place, place < new.num_new[:, None]
+    length = pool.length[..., None] + jnp.minimum(place + 1, new.num_new[:, None])[None, :, None]
+    if pool.vacant_slot is not None:  # which the first token fills
+        length = jnp.where(pool.vacant_slot[..., None] == EMPTY, length, pool.length[..., None])
     sinks = None
     if inputs.sinks is not None:  # lengths of rows that move their sinks are the same in every layer and head
-        angle = rotary_angle(config, (length[0, :, 0] - 1 - position)[:, None])
+        angle = rotary_angle(config, (length[0, :, 0, 0] - 1 - position[:, 0])[:, None])
         sinks = SinkRules(inputs.sinks, jnp.cos(angle), jnp.sin(angle))
-    turn, unrotated = rotation(config, position), config.unrotated
-    attend: decoder.Attend = DecodeAttention(
-        address, length, position, *turn, inputs.rules, inputs.reads, sinks, goes_on, unrotated, new.params.axis
-    )
-    if cache.tail is not None:
-        attend = sealed_pages.SealedDecode(address, length, position, new.is_active, *turn, inputs.reads, unrotated)
+    turn, unrotated = rotation(config, position.reshape(-1)), config.unrotated
+    attend: decoder.Attend
+    if cache.tail is None:
+        filled = length[..., 0] if places == 1 else length
+        rules, reads, axis = inputs.rules, inputs.reads, new.params.axis
+        attend = DecodeAttention(address, filled, position[:, 0], *turn, rules, reads, sinks, goes_on, unrotated, axis)
+    else:
+        attend = sealed_pages.SealedDecode(address, length, position, is_new, *turn, inputs.reads, unrotated)
     cache = cache._replace(
-        pool=pool,
-        victim=None if inputs.rules is None else jnp.full_like(length, EMPTY),
+        victim=None if inputs.rules is None else jnp.full(pool.length.shape, EMPTY, jnp.int32),
         is_read=None if inputs.reads is None else jnp.zeros(pool.page_table.shape, bool),
     )
-    return cache, decode_groups(config, attend, cache, position, new.is_active)
+    return cache, decode_groups(config, attend, cache, position, is_new)

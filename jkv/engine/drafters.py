@@ -216,6 +216,11 @@ def check_drafter(drafter: Any, vocab_size: int, num_rows: int) -> Drafter:
     return drafter
 
 
+def places_of(drafter: Drafter | None) -> int:
+    """T: the most tokens that a step appends to a row."""
+    return 1 if drafter is None else drafter.drafts + 1
+
+
 def is_token(token: Int[Array, "B drafts"], vocab_size: int) -> Bool[Array, "B drafts"]:
     """Which drafts are tokens; the first that is none ends a row's drafts."""
     return jnp.cumprod(((token >= 0) & (token < vocab_size)).astype(jnp.int32), axis=1) > 0

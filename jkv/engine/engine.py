@@ -24,6 +24,7 @@ from jkv.engine import row_moves, turns
 from jkv.engine.backend import run_to_end
 from jkv.engine.clocks import COMPILING, is_ready, running_seconds
 from jkv.engine.device_program import let_programs_go
+from jkv.engine.drafters import places_of
 from jkv.engine.faults import blame
 from jkv.engine.interrupts import Guard, deferred_interrupts, raise_lost_interrupt
 from jkv.engine.kept_rows import KeptRow
@@ -99,11 +100,12 @@ class Engine:
         gate = None if self.gate is None else place_gate(self.gate.arrays, model.params, mesh)
         page_size = page_size_for(params, options.page_size, options.kv_format)
         max_running, num_shards = options.max_running or DEFAULT_RUNNING, meshes.num_pools(mesh)
-        drafter = check_speculation(options, self.needs, config, max_running)
+        drafter = check_speculation(options, named, config, max_running)
         self.max_slots = options.max_slots or min(config.max_positions, 4096)
         self.page_bytes = page_bytes(model.params, page_size, self.needs.bounds, options.kv_format)
         sizes: Any = {"page_size": page_size, "bytes_per_page": self.page_bytes, "num_shards": num_shards}
         sizes |= {"kv_memory": options.kv_memory, "num_pages": options.num_pages, "kv_format": options.kv_format}
+        sizes["places"] = places_of(drafter)
         self.num_pages = num_pool_pages(model.params, max_running, self.max_slots, **sizes)
         heads = config.num_paged_layers, config.num_kv_heads
         self.capacity = Capacity(*heads, page_size, self.num_pages, max_running, options.chunk, options.order, num_shards)

@@ -13,7 +13,7 @@ import jax
 
 from jkv.cache import default_page_size, states
 from jkv.cache.pool import num_pages_of
-from jkv.cache.sealed_pages import PLACES
+from jkv.cache.sealed_pages import num_float_pages
 from jkv.cache.slot_size import POSITION_BYTES
 from jkv.checks import check_memory, shown, size
 from jkv.engine.device_program import LEAST_ROWS
@@ -80,13 +80,16 @@ def most_slots(params: Params, request: Request) -> int:
     return max(widest, int(policy.layer_budgets(config.num_paged_layers).max()) + 1 + STEP_PIECE)
 
 
-def window_bytes(params: Params, num_rows: int, page_size: int, kv_format: Format | None = None) -> int:
-    """Bytes that so many rows have outside of the pool: rings of layers with a sliding window, floats beside sealed pages."""
+def window_bytes(params: Params, num_rows: int, page_size: int, kv_format: Format | None = None, places: int = 1) -> int:
+    """Bytes that so many rows have outside of the pool: rings of layers with a sliding window, floats beside sealed pages.
+
+    `places` are the tokens that a step may append to a row.
+    """
     config, own, dtype = params.config, params.config.in_windows, params.embedding.dtype
-    slots = num_pages_of(config.window, page_size) * page_size
+    slots = num_pages_of(config.window + places - 1, page_size) * page_size
     of_row = config.num_ring_layers * own.num_kv_heads * slots * 2 * vector_bytes(own.head_size, dtype, None)
     if isinstance(kv_format, SealedFormat):
-        tail = config.num_paged_layers * config.num_kv_heads * PLACES * page_size
+        tail = config.num_paged_layers * config.num_kv_heads * num_float_pages(places) * page_size
         of_row += tail * 2 * vector_bytes(config.head_size, dtype, None)
     return num_rows * of_row
 
@@ -111,10 +114,12 @@ def num_pool_pages(
     num_pages: int | None = None,
     num_shards: int = 1,
     kv_format: Format | None = None,
+    places: int = 1,
 ) -> int:
     """Pages of a pool whose size is given in pages, in bytes, as "auto" (the free memory), or as None (full rows, if they fit).
 
-    Windows and recurrent states are allocated beside the pool, and count in a size in bytes and in the free memory.
+    Windows and recurrent states are allocated beside the pool, and count in a size in bytes and in the free memory; in the
+    latter also the states that a step of several `places` keeps while it runs.
     A size in bytes is capped at the pages that can ever be in use: full rows, and as many again for prompts that samples
     share. All `num_shards` pools of a mesh have equally many pages, so the total is rounded down.
 
@@ -123,8 +128,10 @@ def num_pool_pages(
     """
     rows = max_running * num_row_pages(params, max_slots, page_size)
     num_rows = max(max_running, LEAST_ROWS.get(platform_of(next(iter(params.embedding.devices()))), 1))
-    beside = window_bytes(params, num_rows, page_size, kv_format) + state_bytes(params.config, num_rows, params.embedding.dtype)
-    free = free_pool_bytes(params, num_shards, share=1.0) - beside
+    beside = window_bytes(params, num_rows, page_size, kv_format, places)
+    of_states = state_bytes(params.config, num_rows, params.embedding.dtype)
+    beside, in_steps = beside + of_states, places * of_states if places > 1 else 0
+    free = free_pool_bytes(params, num_shards, share=1.0) - beside - in_steps
     if 4 * rows > TABLE_SHARE * free:
         rule = (
             "Page tables must fit an eighth of the device's free memory, {free}: {got}. Lower max_running or {field}, or raise "
@@ -136,10 +143,10 @@ def num_pool_pages(
         rule = "The pool is given in bytes or in pages, not both; got {field}={got} and num_pages={pages}. Pass one."
         raise InputError(rule, field="kv_memory", code="conflict", got=shown(kv_memory), pages=num_pages)
     if kv_memory is None and num_pages is None:
-        num_pages = cap_to_free(params, rows, bytes_per_page, num_shards, beside)
+        num_pages = cap_to_free(params, rows, bytes_per_page, num_shards, beside + in_steps)
         return num_pages - num_pages % num_shards
     if kv_memory == "auto":
-        kv_memory = free_pool_bytes(params, num_shards)
+        kv_memory = max(1, free_pool_bytes(params, num_shards) - in_steps)
     if num_pages is None:
         num_bytes = check_memory(kv_memory)
         if beside and num_bytes < beside + bytes_per_page:

@@ -100,7 +100,8 @@ class EngineOptions:
       speculate: guesses of the next tokens, which a step checks all at once, so that a text that repeats itself takes fewer
         steps: `jkv.ngram()`, `jkv.siblings()`, their names, or a drafter of your own (`jkv.engine.drafters.Drafter`). Tokens
         are those of plain decoding. It pays where a step of several tokens of each row takes hardly longer than one of one:
-        few rows, and a model that is not tiny. None appends one token in each step.
+        few rows, and a model that is not tiny. Rows whose policy decides with each token, or with penalties, take one token a
+        step beside the others (`stats.not_drafted`). None appends one token in each step.
       poison: for tests: freed pages become NaN.
 
     Raises:

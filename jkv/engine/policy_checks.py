@@ -3,7 +3,7 @@ scores and schedules that raise, or that return something else.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from jkv.checks import described
 from jkv.engine.drafters import Drafter, check_drafter
 from jkv.engine.interrupts import call, deferred_interrupts
 from jkv.engine.options import EngineOptions
+from jkv.engine.parts.drafting import why_by_step
 from jkv.engine.requests import Request
 from jkv.engine.row_views import facts_for, view_of_rows
 from jkv.engine.state import State
@@ -47,32 +48,18 @@ def check_policy(
         raise InputError(rule, field="policy", code="unsupported", own=str(gate), name=policy.name, got=got)
 
 
-BY_STEP = {  # what a policy does with a step's one token
-    "mass": "evict in every step",
-    "bounds": "choose pages in every step",
-    "moving_sinks": "move their sinks in every step",
-    "steering": "steer each token",
-    "aligning": "start thoughts on pages of their own",
-    "gate": "compute a gate of each token",
-}
-
-
-def check_speculation(options: EngineOptions, needs: Needs, config: ModelConfig, num_rows: int) -> Drafter | None:
+def check_speculation(options: EngineOptions, policies: Sequence[Policy], config: ModelConfig, num_rows: int) -> Drafter | None:
     """The drafter of an engine, if it has one that works there.
 
     Raises:
-      ValueError: what is wrong with it, or why steps of several tokens are not possible: policies that decide in each step,
-        layers with a sliding window or a recurrent state, sealed pages.
+      ValueError: what is wrong with it, or why no row of these policies can be guessed: each decides in every step.
     """
     if options.speculate is None:
         return None
-    reasons = [f"its policies {what}" for name, what in BY_STEP.items() if getattr(needs, name)]
-    reasons += ["layers of its model have a sliding window"] * bool(config.window_layers)
-    reasons += ["layers of its model have a recurrent state"] * (config.delta_net is not None)
-    reasons += [f"its pages are sealed ({options.kv_dtype})"] * isinstance(options.kv_format, SealedFormat)
-    if reasons:
-        rule = "speculate appends several tokens to a row in a step, which this engine cannot: {reasons}. Leave it out."
-        raise InputError(rule, field="speculate", code="unsupported", reasons="; ".join(reasons))
+    reasons = [why_by_step(policy) for policy in policies]
+    if reasons and all(reasons):
+        rule = "speculate needs rows that take several tokens in a step, and none here can: {reasons}. Leave it out."
+        raise InputError(rule, field="speculate", code="unsupported", reasons="; ".join(dict.fromkeys(map(str, reasons))))
     return check_drafter(options.speculate, config.vocab_size, num_rows)
 
 

@@ -45,7 +45,7 @@ def decode_chunk(
     `carried` is what optional parts (`jkv.engine.parts`) keep on the device from chunk to chunk.
     """
     if drafter is not None:
-        return speculation.decode_chunk(params, state, inputs, carried, num_steps, draws, drafter)
+        return speculation.decode_chunk(params, state, inputs, carried, num_steps, draws, is_traced, drafter)
     return chunk.decode_chunk(params, state, inputs, carried, num_steps, draws, is_traced)
 
 

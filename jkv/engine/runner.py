@@ -22,7 +22,7 @@ from jkv.engine import mesh as meshes
 from jkv.engine.chunk_inputs import for_chunk, row_settings
 from jkv.engine.clocks import is_ready
 from jkv.engine.device_program import LEAST_ROWS, device_program, programs_for
-from jkv.engine.drafters import Drafter
+from jkv.engine.drafters import Drafter, places_of
 from jkv.engine.faults import accuse, blame, working_for
 from jkv.engine.filling import PIECES, Filling, Pieces
 from jkv.engine.kept_rows import KeptRows
@@ -188,7 +188,7 @@ class Runner:
             "dtype": model.params.embedding.dtype,
             "poison": poison,
             "kv_format": kv_format,
-            "places": 1 if drafter is None else drafter.drafts + 1,
+            "places": places_of(drafter),
         }
         self._make_state: Callable[[], Any] = functools.partial(make_state, config, needs, **sizes)
         self.trials = Trials(make_state.shapes(config, needs, **sizes))
@@ -477,7 +477,7 @@ class Runner:
         self.held.clear()
         self.meter.peak(max(map(int, held), default=0))
         if self.drafter is not None:
-            self.meter.speculated(outputs, int(outputs.is_real.sum()))
+            self.meter.speculated(flight.rows, outputs)
         return flight.by_row(outputs), int(outputs.held_pages)
 
     def share(self) -> None:

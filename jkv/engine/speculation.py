@@ -8,9 +8,12 @@ alike, and drafts decide nothing but how many steps they take. Greedy draws foll
 - Every row passes T places in every step, with or without guesses, and a query reads what is filled up to its own place. So
   neither a row's guesses nor its neighbours' change a bit of its arithmetic. Engines of another T round differently.
 - In a chunk every row gets as many tokens as in plain decoding, and then waits for the slowest one. So compactions come after
-  the same tokens, and the host sees no difference. Slots are reserved once for the whole chunk; what a rejected guess left in
-  them is written over.
+  the same tokens, and the host sees no difference. Slots are reserved once for the whole chunk, or step by step where policies
+  decide in each; what a rejected guess left in them is written over.
 - A row never passes the end of its chunk inside a step, so it never needs more slots than in plain decoding.
+- What layers keep outside of the pool loses nothing to a rejected guess: rings have slots for it, and recurrent states are
+  those after the last accepted place.
+- A row whose policy decides in each step (`parts.drafting.why_no_guesses`) takes one token a step beside the others.
 
 The rule of acceptance is that of speculative sampling (Leviathan et al., 2023; Chen et al., 2023), for guesses without
 probabilities and draws with fixed keys.
@@ -23,26 +26,44 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jkv.cache import pool as pages
-from jkv.cache.attention import Cache, DecodeAttention
-from jkv.engine.chunk import ChunkInputs, ChunkOutputs, Drawn, carried_on, draw_tokens, rows_alive
-from jkv.engine.drafters import Drafter, is_token
+from jkv.cache import sealed_pages, states
+from jkv.cache.attention import Cache
+from jkv.engine.chunk import (
+    TRACED,
+    ChunkInputs,
+    ChunkOutputs,
+    Drawn,
+    attention_of,
+    carried_on,
+    draw_tokens,
+    rows_alive,
+)
+from jkv.engine.drafters import Drafter, is_token, places_of
 from jkv.engine.parts.base import Carried, Step
 from jkv.engine.state import State
 from jkv.model import decoder
 from jkv.model.params import Params
-from jkv.model.rotary import rotation
 
 
 def decode_chunk(
-    params: Params, state: State, inputs: ChunkInputs, carried: Carried, num_steps: int, draws: str, drafter: Drafter
+    params: Params,
+    state: State,
+    inputs: ChunkInputs,
+    carried: Carried,
+    num_steps: int,
+    draws: str,
+    is_traced: bool,
+    drafter: Drafter,
 ) -> tuple[State, ChunkOutputs, Carried]:
     """See `jkv.engine.programs.decode_chunk`."""
-    row, places = jnp.arange(inputs.remaining.shape[0], dtype=jnp.int32), drafter.drafts + 1
+    row, places = jnp.arange(inputs.remaining.shape[0], dtype=jnp.int32), places_of(drafter)
     place, parts, drafting = jnp.arange(places, dtype=jnp.int32), inputs.parts.on, inputs.parts.draft
     assert drafting is not None
     is_active, zeros = rows_alive(inputs), jnp.zeros_like(row)
-    quota = jnp.where(is_active, jnp.minimum(inputs.remaining, num_steps), 0)
-    pool, address = pages.reserve(state.cache.pool, row, quota, num_steps)
+    quota, num_seen = jnp.where(is_active, jnp.minimum(inputs.remaining, num_steps), 0), state.cache.pool.logical_length
+    # An evicted slot is the next token's, and a thought may start on a page of its own: neither is known before the chunk.
+    by_step = inputs.rules is not None or inputs.parts.align is not None
+    pool, address = (state.cache.pool, None) if by_step else pages.reserve(state.cache.pool, row, quota, num_steps)
 
     def step(loop: tuple[Any, ...]) -> tuple[Any, ...]:
         (cache, logits), first, is_active, count, carries, kept, counts = loop
@@ -61,8 +82,14 @@ def decode_chunk(
         new = Step(params, cache, row, jnp.where(is_new, token, 0), num_new, runs)
         for name, part in parts.items():
             new, carries[name] = part.take(new, carries[name])
-        attend = attention_of_places(new, position, addresses_of(address, count, is_new))
-        given = params, new.token, position, attend, new.cache, new.enter, new.observe, new.choose
+        if address is None:
+            pool, of_step = pages.reserve(new.cache.pool, row, num_new, places)
+            new = new._replace(cache=new.cache._replace(pool=pool))
+        else:
+            of_step = addresses_of(address, count, is_new)
+        has_next = runs & ~first.is_last & (count + 1 < inputs.remaining)  # of a row that takes one token
+        cache, attend = attention_of(inputs, new, of_step, has_next)
+        given = params, new.token, position, attend, cache, new.enter, new.observe, new.choose
         hidden, cache = decoder.forward(*given, rotates=False)
         of_places = decoder.unembed(params, hidden)
         then = draw_tokens(inputs, carries, of_places, position + 1, (count + 1)[:, None] + place, draws)
@@ -70,6 +97,13 @@ def decode_chunk(
         drawn: Drawn = jax.tree.map(lambda x, y: jnp.concatenate([x[:, None], y[:, :-1]], axis=1), first, then)
         is_right = (token == drawn.token)[:, 1:] & is_new[:, 1:] & ~drawn.is_last[:, :-1]
         accepted = jnp.where(runs, 1 + jnp.cumprod(is_right.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32), 0)
+        pool, dropped = pages.advance(cache.pool, row, accepted), None
+        if address is None:
+            pool = pages.give_back(pool, row, num_new - accepted, places - 1)
+        if cache.victim is not None:
+            pool, dropped = pages.vacate(pool, cache.victim)
+        if cache.states is not None:
+            cache = states.accept(cache, accepted)
 
         def at_last(x: Array, otherwise: Array) -> Array:
             """Of the last accepted place, in rows that run."""
@@ -77,15 +111,16 @@ def decode_chunk(
 
         count = count + accepted
         ends = at_last(drawn.is_last, ~is_active) | (count >= inputs.remaining)
-        of_tokens = {"token": token, "is_real": is_new} | drawn.out
+        of_tokens = {"token": token, "is_real": is_new} | drawn.out | of_step_alone(dropped, cache.is_read, places)
         for name, part in parts.items():
             of_tokens |= part.report(new, hidden, cache, carries[name])
-        kept = keep(kept, of_tokens, (count - accepted)[:, None] + place, place < accepted[:, None])
+        at = (count - accepted)[:, None] + place, place < accepted[:, None]
+        kept = keep(kept, {name: x for name, x in of_tokens.items() if name in kept}, *at)
         shown = jnp.concatenate([history, proposal.token], axis=1)
         after = jnp.arange(carries["draft"].shape[1], dtype=jnp.int32) + accepted[:, None]
         carries["draft"] = jnp.take_along_axis(shown, after, axis=1)
         counts = counts[0] + runs.astype(jnp.int32), counts[1] + jnp.maximum(num_new - 1, 0), counts[2] + 1
-        state = State(cache.after_pass(pages.advance(cache.pool, row, accepted)), at_last(of_places, logits))
+        state = State(cache.after_pass(pool), at_last(of_places, logits))
         return state, jax.tree.map(at_last, then, first), is_active & ~ends, count, carries, kept, counts
 
     def goes_on(loop: tuple[Any, ...]) -> Array:
@@ -97,15 +132,27 @@ def decode_chunk(
     first = jax.tree.map(lambda x: x[:, 0], draw_tokens(inputs, carries, *of_row, draws))
     shapes = {"token": first.token, "is_real": is_active} | first.out
     shapes |= shapes_of_reports(params, inputs, state.cache, carries, places)
-    kept = {name: jnp.zeros((num_steps, *x.shape), x.dtype) for name, x in shapes.items()}
+    kept = {name: jnp.zeros((num_steps, *x.shape), x.dtype) for name, x in shapes.items() if is_traced or name not in TRACED}
     counts = zeros, zeros, jnp.int32(0)
     begin = state, first, is_active, zeros, carries, kept, counts
     state, _, is_running, count, carries, kept, counts = jax.lax.while_loop(goes_on, step, begin)
-    pool = pages.give_back(state.cache.pool, row, quota - count, num_steps)
+    pool = state.cache.pool if by_step else pages.give_back(state.cache.pool, row, quota - count, num_steps)
+    if state.cache.tail is not None:
+        pool = sealed_pages.seal_filled(state.cache._replace(pool=pool), num_seen)
     state = state._replace(cache=state.cache._replace(pool=pool))
+    kept |= {name: jnp.moveaxis(kept[name], 1, 2) for name in ("dropped", "is_read") if name in kept}  # layers before rows
     names = dict(zip(("row_steps", "drafted", "num_loops"), counts, strict=True))
     outputs = ChunkOutputs(held_pages=pages.held_pages(pool), is_running=is_running, **kept, **names)
     return state, outputs, carried_on(inputs, carries)
+
+
+def of_step_alone(
+    dropped: Int[Array, "L B K"] | None, is_read: Bool[Array, "L B K MP"] | None, places: int
+) -> dict[str, Array]:
+    """What a step reports of its one token in rows that decide in each step, as outputs of tokens [B, T, L, ...]."""
+    given = {"dropped": dropped, "is_read": is_read}
+    by_row = {name: jnp.moveaxis(x, 0, 1)[:, None] for name, x in given.items() if x is not None}
+    return {name: jnp.broadcast_to(x, (len(x), places, *x.shape[2:])) for name, x in by_row.items()}
 
 
 def addresses_of(
@@ -115,25 +162,6 @@ def addresses_of(
     at = count[:, None] + jnp.arange(is_new.shape[1], dtype=jnp.int32)
     taken = jnp.take_along_axis(address, jnp.minimum(at, address.shape[3] - 1)[None, :, None], axis=3)
     return jnp.where(is_new[None, :, None], taken, pages.NULL_PAGE)
-
-
-def attention_of_places(new: Step, position: Int[Array, "B T"], address: Int[Array, "L B K T"]) -> decoder.Attend:
-    """Attention in which a query reads the slots that are filled up to its own place."""
-    config, ahead = new.params.config, jnp.arange(1, position.shape[1] + 1, dtype=jnp.int32)
-    length = new.cache.pool.length[..., None] + jnp.minimum(ahead, new.num_new[:, None])[None, :, None]
-    turn = rotation(config, position.reshape(-1))
-    return DecodeAttention(
-        address,
-        length,
-        position[:, 0],
-        *turn,
-        rules=None,
-        reads=None,
-        sinks=None,
-        goes_on=new.is_active,
-        unrotated=config.unrotated,
-        axis=new.params.axis,
-    )
 
 
 def keep(
@@ -148,11 +176,13 @@ def keep(
 def shapes_of_reports(
     params: Params, inputs: ChunkInputs, cache: Cache, carries: dict[str, Any], places: int
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes [B, ...] of what parts report of a token."""
+    """The shapes [B, ...] of what a step and its parts report of a token."""
 
     def report() -> dict[str, Array]:
-        row = jnp.arange(len(inputs.remaining), dtype=jnp.int32)
-        token, out = jnp.zeros((len(row), places), jnp.int32), dict[str, Array]()
+        row, table = jnp.arange(len(inputs.remaining), dtype=jnp.int32), cache.pool.page_table
+        is_read = None if inputs.reads is None else jnp.zeros(table.shape, bool)
+        out = of_step_alone(None if inputs.rules is None else table[..., 0], is_read, places)
+        token = jnp.zeros((len(row), places), jnp.int32)
         hidden = jnp.zeros((*token.shape, params.config.width), params.embedding.dtype)
         new = Step(params, cache, row, token, row, row > 0)
         for name, part in inputs.parts.on.items():

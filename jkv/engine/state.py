@@ -86,6 +86,7 @@ def empty_state(
             page_size=page_size,
             dtype=dtype,
             poison=poison,
+            places=places,
         )
     if is_sealed := isinstance(kv_format, SealedFormat):
         tail = windows.create(
@@ -93,7 +94,7 @@ def empty_state(
             num_rows=num_rows,
             num_kv_heads=config.num_kv_heads,
             head_size=config.head_size,
-            window=sealed_pages.PLACES * page_size,
+            window=sealed_pages.num_float_pages(places) * page_size,
             page_size=page_size,
             dtype=dtype,
             poison=poison,

@@ -15,6 +15,7 @@ from jkv.cache.page_selection import pages_read
 from jkv.cache.pool import num_pages_of
 from jkv.checks import counted, size
 from jkv.engine.clocks import COMPILING, Counts, IdleClock, Latency, clock
+from jkv.engine.parts.drafting import why_no_guesses
 from jkv.engine.samples import Sample
 from jkv.engine.scheduler import Actions
 from jkv.model.params import ModelConfig
@@ -96,6 +97,7 @@ class RunStats:
     speculated_tokens: int = 0  # tokens of these steps
     drafted: int = 0  # guesses that were checked
     idle_row_steps: int = 0  # of rows that had their tokens of a chunk while others went on
+    not_drafted: dict[str, int] = dataclasses.field(default_factory=dict)  # row steps of rows without guesses, by the reason
     prefills: int = 0
     forks: int = 0  # samples that started from a prompt prefilled for several
     prefix_queries: int = 0  # prompt tokens that were looked for in the prefix cache
@@ -180,6 +182,7 @@ class Stats:
     tokens_per_step: float  # of a row; more than 1 where guesses proved right (`speculate`)
     drafted: int  # guesses that were checked
     accepted: int  # guesses that proved right
+    not_drafted: dict[str, int]  # steps of rows that get no guesses while others do, by the reason
     prefills: int
     forks: int  # samples that started from a prompt prefilled for several
     cached_tokens: (
@@ -265,6 +268,7 @@ class Stats:
             tokens_per_step=run.tokens_per_step,
             drafted=run.drafted,
             accepted=run.accepted,
+            not_drafted=dict(run.not_drafted),
             prefills=run.prefills,
             forks=run.forks,
             cached_tokens=sum(sample.completion.cached_tokens for sample in samples),
@@ -300,6 +304,8 @@ def merged_stats(runs: Sequence[RunStats]) -> RunStats:
     out.idle.seconds, out.idle.between = (max(getattr(run.idle, name) for run in runs) for name in ("seconds", "between"))
     for run in runs[1:]:
         add_counts(out.sharing, run.sharing)
+        for reason, count in run.not_drafted.items():
+            out.not_drafted[reason] = out.not_drafted.get(reason, 0) + count
     return out
 
 
@@ -407,9 +413,12 @@ class Meter:
         stats.prefilled = 0
         self.peak(held)
 
-    def speculated(self, outputs: Any, num_tokens: int) -> None:
-        """Counts the guesses of a chunk (`ChunkOutputs` on the host) whose rows got `num_tokens`."""
-        stats, steps = self.stats, int(outputs.row_steps.sum())
+    def speculated(self, rows: Mapping[int, Sample], outputs: Any) -> None:
+        """Counts the guesses of a chunk (`ChunkOutputs` on the host) of these rows."""
+        stats, steps, num_tokens = self.stats, int(outputs.row_steps.sum()), int(outputs.is_real.sum())
+        for i, sample in rows.items():
+            if reason := why_no_guesses(sample.request):
+                stats.not_drafted[reason] = stats.not_drafted.get(reason, 0) + int(outputs.row_steps[i])
         stats.speculated_steps += steps
         stats.speculated_tokens += num_tokens
         stats.drafted += int(outputs.drafted.sum())

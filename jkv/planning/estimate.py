@@ -14,7 +14,9 @@ import numpy as np
 
 from jkv.cache.pool import num_pages_of
 from jkv.engine import mesh as meshes
+from jkv.engine.drafters import Drafter, places_of
 from jkv.engine.memory import most_pages_of, num_row_pages, state_bytes
+from jkv.engine.parts.drafting import history_of
 from jkv.engine.state import empty_state
 from jkv.eviction import Needs, Policy
 from jkv.limits import MOST_ROWS
@@ -29,6 +31,8 @@ from jkv.planning.scratch import Scratch, scratch_of
 from pallas_kernels.quantised import Format
 from pallas_kernels.sealed import page_bytes
 
+TOKEN_BYTES = 4  # of a token that a drafter sees
+
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
@@ -40,7 +44,7 @@ class Estimate:
       max_slots: the most slots of a row in any layer and KV head.
       num_pages: pages of the pool, of all devices together.
       row_bytes: bytes of one more row: the pages that the engine reserves for it, its page tables, last queries, logits
-        and, with penalties, counts.
+        and, with penalties, counts; with speculation, the tokens that a drafter sees.
       state_bytes: bytes that stay allocated between programs, without weights, at `batch` rows (one row if none fits).
       scratch: the most bytes that programs take while they run.
       total_bytes: weights (with a gate's), state and the largest scratch.
@@ -93,12 +97,14 @@ class StateSize(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def state_size(config: ModelConfig, needs: Needs, page_size: int, dtype: str, kv_format: Format | None = None) -> StateSize:
+def state_size(
+    config: ModelConfig, needs: Needs, page_size: int, dtype: str, kv_format: Format | None = None, places: int = 1
+) -> StateSize:
     """How the arrays of `empty_state` grow, from their shapes for one and two of each; nothing is allocated."""
 
     def at(rows: int, pages: int, max_pages: int) -> int:
         sizes: dict[str, Any] = {"num_rows": rows, "num_pages": pages, "max_pages": max_pages, "page_size": page_size}
-        sizes |= {"dtype": jnp.dtype(dtype), "kv_format": kv_format}
+        sizes |= {"dtype": jnp.dtype(dtype), "kv_format": kv_format, "places": places}
         shapes = jax.eval_shape(functools.partial(empty_state, config, needs, **sizes))
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
 
@@ -121,6 +127,7 @@ class Setting:
     memory_share: float
     kv_format: Format | None = None
     weight_dtype: str | None = None  # of matrices in 8 bits
+    speculate: Drafter | None = None
 
     @functools.cached_property
     def shapes(self) -> Params:
@@ -183,13 +190,17 @@ class Setting:
             logits=self.config.vocab_size,
             sampling=self.sampling,
             is_plain=self.device.is_old_gpu,
+            places=places_of(self.speculate),
+            states=state_bytes(self.local, rows, self.dtype),
         )
 
     def estimate(self, policy: Policy, length: int, batch: int | None = None) -> Estimate:
         """The estimate of one policy at one length, for `batch` rows or as many as fit."""
         layout = self.layout(policy, length)
-        size = state_size(self.local, Needs.of([policy]), self.page_size, jnp.dtype(self.dtype).name, self.kv_format)
+        shared = self.page_size, jnp.dtype(self.dtype).name, self.kv_format, places_of(self.speculate)
+        size = state_size(self.local, Needs.of([policy]), *shared)
         counts = self.sampling.penalises * COUNTED * self.config.vocab_size
+        counts += TOKEN_BYTES * history_of(self.speculate, self.config)
 
         def state(rows: int) -> int:
             return size.of(rows, layout.pool_pages(rows) // self.num_pools, layout.max_pages) + rows * counts

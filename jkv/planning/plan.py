@@ -17,8 +17,10 @@ from jkv.cache.slot_size import slot_size
 from jkv.checkpoints.model_shapes import find_shape
 from jkv.checkpoints.weight_reading import float_dtype
 from jkv.checks import check_counts, out_of_range, size, typed
+from jkv.engine.drafters import Drafter
 from jkv.engine.memory import state_bytes
 from jkv.engine.options import EngineOptions
+from jkv.engine.policy_checks import check_speculation
 from jkv.engine.requests import check_prompt_fits, spread_policies
 from jkv.errors import refused
 from jkv.eviction import Policy
@@ -45,7 +47,8 @@ class Plan:
     """The result of `jkv.plan`; print it.
 
     Attributes:
-      model, device, dtype, weight_dtype, kv_dtype, num_devices, page_size, prompt, length: the setting that was planned.
+      model, device, dtype, weight_dtype, kv_dtype, num_devices, page_size, prompt, length, speculate: the setting that was
+        planned.
       num_weights: weights of the whole model.
       weight_bytes: bytes of weights on each device.
       bytes_per_token: bytes of one token's keys, values and positions in all layers, on each device.
@@ -77,6 +80,7 @@ class Plan:
     speed_pays_from: int | None
     kernels: dict[str, str]
     notes: tuple[str, ...]
+    speculate: Drafter | None = None
 
     @property
     def engine(self) -> dict[str, Any]:
@@ -88,6 +92,7 @@ class Plan:
             "page_size": self.page_size,
             "kv_dtype": self.kv_dtype,
             "num_pages": own.num_pages,
+            "speculate": self.speculate,
         }
 
     def __repr__(self) -> str:
@@ -111,6 +116,7 @@ def plan(
     memory_share: float = 0.9,
     kv_dtype: str | None = None,
     weight_dtype: str | None = None,
+    speculate: Drafter | str | None = None,
 ) -> Plan:
     """Computes what fits a device, how fast it could be, and whether compression pays, from a model's shape alone.
 
@@ -132,6 +138,8 @@ def plan(
       kv_dtype: "int8", "fp8", "int4" or "kvarn" for quantised pages (`jkv.EngineOptions`); None keeps keys and values in
         `dtype`.
       weight_dtype: "int8" or "fp8" for matrices in 8 bits (`jkv.load`); None keeps them in `dtype`.
+      speculate: where guesses of the next tokens come from (`jkv.EngineOptions`); None for steps of one token. Its memory
+        counts; the bound on tokens a second is that of steps without guesses.
       memory_share: share of a device's memory that JAX may fill. The rest is for program code, the runtime and gaps.
 
     Every row is planned to reach `length`, and shares no prompt. Unbounded rows are planned with pages to their end; the engine
@@ -156,8 +164,10 @@ def plan(
         raise out_of_range("memory_share", "lie in (0, 1], a share of the device's memory", memory_share)
     check_divides(config, num_devices)
     sampling = DRAWN if sampling is None else typed("sampling", sampling, Sampling)
+    drafter = check_speculation(EngineOptions(speculate=speculate), [policy], config, 1)
+    of_weights = check_format(weight_dtype)
     setting = Setting(
-        config, device, dtype, num_devices, page_size, prompt, sampling, memory_share, kv_format, check_format(weight_dtype)
+        config, device, dtype, num_devices, page_size, prompt, sampling, memory_share, kv_format, of_weights, drafter
     )
     own = setting.estimate(policy, length, batch)
     check_fits(setting, policy, length, own)
@@ -184,6 +194,7 @@ def plan(
         speed_pays_from=pays_from(setting, policy, is_faster),
         kernels=kernels_on(device, config, dtype, page_size, own.max_slots, kv_dtype),
         notes=tuple(notes_of(setting, policy)),
+        speculate=drafter,
     )
 
 
@@ -312,6 +323,8 @@ def notes_of(setting: Setting, policy: Policy) -> list[str]:
         notes.append(f"{policy.name}'s cache grows with the text: rows have room to their end.")
     if policy.steer is not None:
         notes.append(f"{policy.name} steers, to think less: the length is planned as given.")
+    if setting.speculate is not None:
+        notes.append("The bound is that of steps without guesses: how many prove right depends on the text.")
     if setting.num_devices > 1:
         notes.append("Traffic between devices is not in the bound.")
     return notes

@@ -47,8 +47,13 @@ def scratch_of(
     logits: int,
     sampling: Sampling,
     is_plain: bool = False,
+    places: int = 1,
+    states: int = 0,
 ) -> Scratch:
-    """Scratch of an engine's programs on one device, whose part of the model is `config`; `logits` is the number of one row.
+    """Scratch of an engine's programs on one device, whose part of the model is `config`.
+
+    `logits` is the number of one row, and `states` are the bytes of the recurrent states of all rows, which a step of several
+    `places` keeps after each place.
 
     Decode programs keep the arrays of two layers, and of each layer the queries that a row gets back where it does not run. On
     a GPU, decode attention may leave an output per piece of a row. A compaction may gather the keys and values of its one row
@@ -63,10 +68,12 @@ def scratch_of(
     parts = 4 * pieces * config.num_query_heads * (config.head_size + 1)
     copies = CUT * (sampling.draws == "truncated") + PENALISED * sampling.penalises
     rings = config.num_paged_layers * config.num_query_heads * config.head_size * itemsize * (policy.needs.window > 0)
-    decode = num_rows * (2 * token + mass + parts + rings + copies * 4 * logits)
-    if config.num_experts and takes_few(config, num_rows):
+    decode = num_rows * (places * (2 * token + mass + parts + copies * 4 * logits) + rings)
+    if places > 1:
+        decode += places * (num_rows * 4 * logits + states)
+    if config.num_experts and takes_few(config, num_rows * places):
         copies = 4 if platform == "tpu" else 2  # in two layers; XLA for TPU transposes them
-        decode += copies * 3 * num_rows * config.num_active_experts * config.mlp_width * config.width * itemsize
+        decode += copies * 3 * num_rows * places * config.num_active_experts * config.mlp_width * config.width * itemsize
     key_bytes = config.num_kv_heads * max_slots * config.head_size * itemsize  # of one row in one layer
     chunk = chunks.SIZES[-1] if is_plain or platform == "cpu" else chunks.LARGE
     own = config.in_windows

@@ -140,13 +140,13 @@ def test_ngram_refuses_numbers_out_of_range(settings, field):
 @pytest.mark.parametrize(
     ("policy", "reason"),
     [
-        (jkv.h2o(budget=16), "its policies evict in every step"),
-        (jkv.quest(budget=16), "its policies choose pages in every step"),
-        (jkv.streaming_llm(budget=16, positions="cache"), "its policies move their sinks in every step"),
+        (jkv.h2o(budget=16), "h2o evicts by the attention of each step"),
+        (jkv.quest(budget=16), "quest chooses pages in each step"),
+        (jkv.streaming_llm(budget=16, positions="cache"), "streaming_llm moves its sinks in each step"),
     ],
     ids=["h2o", "quest", "streaming_llm"],
 )
-def test_policies_that_decide_in_each_step_are_refused_by_name(policy, reason):
+def test_an_engine_of_policies_that_decide_in_each_step_is_refused_by_name(policy, reason):
     with pytest.raises(jkv.InputError, match=reason) as error:
         jkv.generate(tiny_model().params, [[1, 2, 3]], policy=policy, max_new_tokens=4, speculate="ngram", page_size=4)
     assert (error.value.field, error.value.code) == ("speculate", "unsupported")

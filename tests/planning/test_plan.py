@@ -14,6 +14,7 @@ import pytest
 import jkv
 from jkv import cli
 from jkv.checkpoints.model_shapes import SHAPES, find_shape, read_shape
+from jkv.engine.memory import state_bytes
 from jkv.model.params import count_weights
 from jkv.model.weight_shapes import init_params, weight_shapes
 from jkv.planning.roofline import lifetime
@@ -21,6 +22,7 @@ from jkv.reasoning.steering import SteeringVector
 from jkv.testing import TINY, tiny_model
 from pallas_kernels.models import MODELS, ModelShape
 from tests.support.mixes import BreakingTokenizer
+from tests.support.recurrent import recurrent_model
 
 # A device so small that a tiny model's rows do not all fit, with round figures.
 SMALL = jkv.Device("small", "gpu", 2_000_000, bandwidth=1e9, rate=1e9)
@@ -116,6 +118,23 @@ def test_the_counts_of_penalties_are_those_of_the_engine():
     counts = engine.runner._carried.generated.nbytes + engine.runner._settings.parts.penalties.is_prompted.nbytes
     assert own.own.state_bytes - plain.own.state_bytes == counts
     assert own.own.scratch.decode > plain.own.scratch.decode
+
+
+@pytest.mark.parametrize("name", ["windows", "states"])
+def test_what_speculation_holds_is_that_of_the_engine(name):
+    """More slots of rings, more of the last queries, and the tokens that a drafter sees."""
+    windows = tiny_model(config=dataclasses.replace(TINY, num_layers=4, window=6, window_layers=(0, 2)))
+    model = windows if name == "windows" else recurrent_model()
+    device, policy = dataclasses.replace(SMALL, memory=8_000_000), jkv.r_kv(16, 8, window=4)
+    setting = {"length": 60, "prompt": 20, "page_size": 4, "batch": 2}
+    plain, plan = (jkv.plan(model, device, policy, **setting, speculate=one) for one in (None, jkv.ngram(drafts=4)))
+    engine = jkv.Engine(model, policies=[policy], **plan.engine)
+    engine.submit(range(1, 21), policy, max_new_tokens=8, stop_ids=())
+    engine.step()
+    assert plan.own.state_bytes == num_bytes((engine.runner.state, engine.runner._carried))
+    states = state_bytes(model.config, 2, "float32")
+    assert plan.own.scratch.decode >= plain.own.scratch.decode + 5 * states
+    assert plan.own.state_bytes > plain.own.state_bytes
 
 
 @pytest.mark.parametrize("name", ["full", "r_kv"])

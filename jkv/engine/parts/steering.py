@@ -3,6 +3,7 @@
 import functools
 from typing import Annotated, Any
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -55,8 +56,13 @@ class Steering(StepPart):
 
     def take(self, step: Step, carry: Any) -> tuple[Step, Any]:
         steered, is_thinking = amounts(self.strength, self.is_break, self.think, step.token[:, 0], carry[0])
-        enter = functools.partial(push, self.vector, self.layer, steered[:, None])
+        enter = functools.partial(push, self.vector, self.layer, by_place(steered, step))
         return step._replace(enter=enter), (is_thinking, steered)
 
     def report(self, step: Step, hidden: Float[Array, "B T D"], cache: Cache, carry: Any) -> dict[str, Array]:
-        return {"steered": carry[1][:, None]}
+        return {"steered": by_place(carry[1], step)}
+
+
+def by_place(amount: Float[Array, " B"], step: Step) -> Float[Array, "B T"]:
+    """The amount at each place of a step: a row that is steered has a token at the first place alone."""
+    return jnp.broadcast_to(amount[:, None], step.token.shape)
