@@ -162,7 +162,8 @@ SPECULATE = Option(
     "speculate",
     str,
     None,
-    "guesses the next tokens: ngram from the text so far, siblings from all samples of the prompt; default: one token a step",
+    "guesses the next tokens: ngram from the text so far, siblings from all samples of the prompt, auto as many as should pay; "
+    "default: one token a step",
 )
 DRAFTS = Option("drafts", int, None, "guesses that a step checks, 1 to 7; default: 3", more={"metavar": "N"})
 KERNELS = Option(

@@ -17,6 +17,7 @@ from jkv.checks import check_known, out_of_range, shown, typed
 from jkv.errors import InputError, refused
 
 NOTHING = -1  # in a history: before the first token of the row
+AUTO = "auto"  # in place of a drafter: as many guesses as should pay
 MOST_DRAFTS = 7  # a step appends at most 8 tokens to a row
 MOST_HISTORY = 1 << 17
 MOST_LENGTH = 16  # of an n-gram
@@ -161,8 +162,8 @@ def siblings(drafts: int = 3, *, most: int = 4, least: int = 2, history: int = 1
 DRAFTERS = {"ngram": ngram, "siblings": siblings}
 
 
-def drafter_named(name: str | None, drafts: int | None = None) -> Drafter | None:
-    """The drafter that a command line names; None without a name.
+def drafter_named(name: str | None, drafts: int | None = None) -> Drafter | str | None:
+    """The drafter that a command line names, or "auto"; None without a name.
 
     Raises:
       ValueError: an unknown name, a number out of its range, or a number of guesses of no drafter.
@@ -172,7 +173,12 @@ def drafter_named(name: str | None, drafts: int | None = None) -> Drafter | None
             rule = f"--drafts is for --speculate; got {drafts} alone. Add --speculate ngram, or leave it out."
             raise refused(rule, drafts="conflict")
         return None
-    check_known(DRAFTERS, speculate=name)
+    check_known((*DRAFTERS, AUTO), speculate=name)
+    if name == AUTO:
+        if drafts is not None:
+            rule = f"--speculate auto chooses how many guesses pay; got --drafts {drafts} too. Leave it out, or name ngram."
+            raise refused(rule, drafts="conflict")
+        return AUTO
     return DRAFTERS[name]() if drafts is None else DRAFTERS[name](drafts)
 
 

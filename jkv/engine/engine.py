@@ -24,7 +24,7 @@ from jkv.engine import row_moves, turns
 from jkv.engine.backend import run_to_end
 from jkv.engine.clocks import COMPILING, is_ready, running_seconds
 from jkv.engine.device_program import let_programs_go
-from jkv.engine.drafters import places_of
+from jkv.engine.drafters import AUTO, places_of
 from jkv.engine.faults import blame
 from jkv.engine.interrupts import Guard, deferred_interrupts, raise_lost_interrupt
 from jkv.engine.kept_rows import KeptRow
@@ -32,7 +32,7 @@ from jkv.engine.memory import check_fits, lowered, most_pages, num_pool_pages, p
 from jkv.engine.mesh import place_gate
 from jkv.engine.options import EngineOptions
 from jkv.engine.outputs import Event, Outputs
-from jkv.engine.policy_checks import check_layout, check_policy, check_request, check_speculation, gate_of
+from jkv.engine.policy_checks import check_layout, check_policy, check_request, check_speculation, gate_of, guesses_for
 from jkv.engine.prefix_cache import cache_for
 from jkv.engine.processes import agreed, spans
 from jkv.engine.prompts import encode_prompts
@@ -100,6 +100,9 @@ class Engine:
         gate = None if self.gate is None else place_gate(self.gate.arrays, model.params, mesh)
         page_size = page_size_for(params, options.page_size, options.kv_format)
         max_running, num_shards = options.max_running or DEFAULT_RUNNING, meshes.num_pools(mesh)
+        if options.speculate == AUTO:
+            drafter = guesses_for(model.params, named, max_running, options.kv_format)
+            self.options = options = dataclasses.replace(options, speculate=drafter)
         drafter = check_speculation(options, named, config, max_running)
         self.max_slots = options.max_slots or min(config.max_positions, 4096)
         self.page_bytes = page_bytes(model.params, page_size, self.needs.bounds, options.kv_format)

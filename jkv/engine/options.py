@@ -18,7 +18,7 @@ from jkv.checks import (
     shown,
     typed,
 )
-from jkv.engine.drafters import DRAFTERS, Drafter
+from jkv.engine.drafters import AUTO, DRAFTERS, Drafter
 from jkv.engine.scheduler import CHUNKS, ORDERS
 from jkv.errors import InputError
 from jkv.eviction import Policy
@@ -101,7 +101,9 @@ class EngineOptions:
         steps: `jkv.ngram()`, `jkv.siblings()`, their names, or a drafter of your own (`jkv.engine.drafters.Drafter`). Tokens
         are those of plain decoding. It pays where a step of several tokens of each row takes hardly longer than one of one:
         few rows, and a model that is not tiny. Rows whose policy decides with each token, or with penalties, take one token a
-        step beside the others (`stats.not_drafted`). None appends one token in each step.
+        step beside the others (`stats.not_drafted`). "auto" chooses `jkv.ngram` with as many guesses as should pay for
+        `max_running` rows on this device, or none (`jkv.engine.policy_checks.guesses_for`). None appends one token in each
+        step.
       poison: for tests: freed pages become NaN.
 
     Raises:
@@ -156,8 +158,9 @@ class EngineOptions:
         if self.kv_memory is not None and self.kv_memory != "auto":
             object.__setattr__(self, "kv_memory", check_memory(self.kv_memory))
         if isinstance(self.speculate, str):
-            check_known(DRAFTERS, speculate=self.speculate)
-            object.__setattr__(self, "speculate", DRAFTERS[self.speculate]())
+            check_known((*DRAFTERS, AUTO), speculate=self.speculate)
+            if self.speculate != AUTO:
+                object.__setattr__(self, "speculate", DRAFTERS[self.speculate]())
         kernels = typed("kernels", self.kernels, str | None)
         parse_choices(os.environ.get(VARIABLE, "") if kernels is None else str(kernels))
         object.__setattr__(self, "ahead", typed("ahead", self.ahead, bool | None))

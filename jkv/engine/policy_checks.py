@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jkv.checks import described
-from jkv.engine.drafters import Drafter, check_drafter
+from jkv.engine.drafters import Drafter, check_drafter, ngram
 from jkv.engine.interrupts import call, deferred_interrupts
 from jkv.engine.options import EngineOptions
 from jkv.engine.parts.drafting import why_by_step
@@ -26,10 +26,13 @@ from jkv.eviction.gate import Gate
 from jkv.eviction.policy import check_parts
 from jkv.eviction.schedules import check_answers
 from jkv.eviction.view import ScoreError, name_of
+from jkv.model import row_invariance
 from jkv.model.experts import refuse_adapters
 from jkv.model.params import Model, ModelConfig, Params
-from pallas_kernels.dispatch import platform_of
+from pallas_kernels.dispatch import own_platform, platform_of
 from pallas_kernels.sealed import SealedFormat
+
+ON_CPU, ON_ACCELERATOR = 8, 32  # tokens of a step that hardly takes longer than one of a token of each row
 
 
 def check_policy(
@@ -61,6 +64,25 @@ def check_speculation(options: EngineOptions, policies: Sequence[Policy], config
         rule = "speculate needs rows that take several tokens in a step, and none here can: {reasons}. Leave it out."
         raise InputError(rule, field="speculate", code="unsupported", reasons="; ".join(dict.fromkeys(map(str, reasons))))
     return check_drafter(options.speculate, config.vocab_size, num_rows)
+
+
+def guesses_for(params: Params, policies: Sequence[Policy], num_rows: int, kv_format: Any = None) -> Drafter | None:
+    """What `speculate="auto"` means for an engine of so many rows: guesses from a row's own text, or None where none pay.
+
+    - On a GPU and a TPU a step of up to 32 tokens waits for its weights, whatever it computes: up to 4 tokens of each of 8
+      rows. That is arithmetic of their speeds, and no device has timed it.
+    - On a CPU a step of up to 8 tokens takes at most about 1.4 times one of 1 (SmolLM2-135M, two cores): up to 8 tokens of one
+      row, 4 of two, 2 of four. It must also be possible to pass one token where no row has a guess, or texts without
+      repetition would pay for nothing (`jkv.model.row_invariance`).
+    """
+    if policies and all(map(why_by_step, policies)):
+        return None
+    if own_platform() == "cpu":
+        places = ON_CPU // num_rows
+        places = places if places > 1 and row_invariance.holds(params, kv_format, num_rows * places) else 1
+    else:
+        places = min(ON_ACCELERATOR // num_rows, 4)
+    return ngram(places - 1) if places > 1 else None
 
 
 class Trials:

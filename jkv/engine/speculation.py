@@ -7,6 +7,8 @@ alike, and drafts decide nothing but how many steps they take. Greedy draws foll
 
 - Every row passes T places in every step, with or without guesses, and a query reads what is filled up to its own place. So
   neither a row's guesses nor its neighbours' change a bit of its arithmetic. Engines of another T round differently.
+- Where a row's bits do not depend on the number of places (`jkv.model.row_invariance`), a step in which no row has a guess
+  passes one place, and a row whose guesses have mostly been wrong makes few (`parts.drafting.Drafts`).
 - In a chunk every row gets as many tokens as in plain decoding, and then waits for the slowest one. So compactions come after
   the same tokens, and the host sees no difference. Slots are reserved once for the whole chunk, or step by step where policies
   decide in each; what a rejected guess left in them is written over.
@@ -19,6 +21,7 @@ The rule of acceptance is that of speculative sampling (Leviathan et al., 2023; 
 probabilities and draws with fixed keys.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -40,8 +43,9 @@ from jkv.engine.chunk import (
 )
 from jkv.engine.drafters import Drafter, is_token, places_of
 from jkv.engine.parts.base import Carried, Step
+from jkv.engine.parts.drafting import Drafts
 from jkv.engine.state import State
-from jkv.model import decoder
+from jkv.model import decoder, row_invariance
 from jkv.model.params import Params
 
 
@@ -57,7 +61,7 @@ def decode_chunk(
 ) -> tuple[State, ChunkOutputs, Carried]:
     """See `jkv.engine.programs.decode_chunk`."""
     row, places = jnp.arange(inputs.remaining.shape[0], dtype=jnp.int32), places_of(drafter)
-    place, parts, drafting = jnp.arange(places, dtype=jnp.int32), inputs.parts.on, inputs.parts.draft
+    parts, drafting = inputs.parts.on, inputs.parts.draft
     assert drafting is not None
     is_active, zeros = rows_alive(inputs), jnp.zeros_like(row)
     quota, num_seen = jnp.where(is_active, jnp.minimum(inputs.remaining, num_steps), 0), state.cache.pool.logical_length
@@ -65,18 +69,25 @@ def decode_chunk(
     by_step = inputs.rules is not None or inputs.parts.align is not None
     pool, address = (state.cache.pool, None) if by_step else pages.reserve(state.cache.pool, row, quota, num_steps)
 
-    def step(loop: tuple[Any, ...]) -> tuple[Any, ...]:
-        (cache, logits), first, is_active, count, carries, kept, counts = loop
-        carries, runs = dict(carries), is_active & (count < quota)
-        history = jnp.concatenate([carries["draft"], first.token[:, None]], axis=1)
+    kv_format = getattr(state.cache.pool.kv, "format", None)
+    narrows = state.cache.tail is None and row_invariance.holds(params, kv_format, len(row) * places)
+
+    def guess(first: Drawn, is_active: Bool[Array, " B"], count: Int[Array, " B"], drafts: Drafts) -> tuple[Array, Array]:
+        """The tokens of the next step, and how many of them are new: the one that is drawn, and guesses of those after it."""
+        history = jnp.concatenate([drafts.history, first.token[:, None]], axis=1)
         proposal = drafter.propose(history[:, 1:], drafting.prompt)
-        token = jnp.concatenate([first.token[:, None], proposal.token], axis=1)
         num_drafts = jnp.minimum(
             proposal.length, is_token(proposal.token, params.config.vocab_size).sum(axis=1, dtype=jnp.int32)
         )
-        num_drafts = jnp.where(drafting.may_draft & ~first.is_last, jnp.maximum(num_drafts, 0), 0)
-        num_new = jnp.where(runs, jnp.minimum(1 + num_drafts, quota - count), 0)
-        is_new = place < num_new[:, None]
+        may_draft = drafting.may_draft & ~first.is_last & (drafts.credit >= 0 if narrows else True)
+        num_drafts = jnp.where(may_draft, jnp.maximum(num_drafts, 0), 0)
+        num_new = jnp.where(is_active & (count < quota), jnp.minimum(1 + num_drafts, quota - count), 0)
+        return jnp.concatenate([first.token[:, None], proposal.token], axis=1), num_new
+
+    def step(loop: tuple[Any, ...], places: int) -> tuple[Any, ...]:
+        (cache, logits), first, is_active, count, (all_tokens, num_new), carries, kept, counts = loop
+        carries, runs, place = dict(carries), is_active & (count < quota), jnp.arange(places, dtype=jnp.int32)
+        token, is_new = all_tokens[:, :places], place < num_new[:, None]
 
         position = cache.pool.logical_length[:, None] + place
         new = Step(params, cache, row, jnp.where(is_new, token, 0), num_new, runs)
@@ -98,7 +109,7 @@ def decode_chunk(
         is_right = (token == drawn.token)[:, 1:] & is_new[:, 1:] & ~drawn.is_last[:, :-1]
         accepted = jnp.where(runs, 1 + jnp.cumprod(is_right.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32), 0)
         pool, dropped = pages.advance(cache.pool, row, accepted), None
-        if address is None:
+        if address is None and places > 1:
             pool = pages.give_back(pool, row, num_new - accepted, places - 1)
         if cache.victim is not None:
             pool, dropped = pages.vacate(pool, cache.victim)
@@ -116,15 +127,22 @@ def decode_chunk(
             of_tokens |= part.report(new, hidden, cache, carries[name])
         at = (count - accepted)[:, None] + place, place < accepted[:, None]
         kept = keep(kept, {name: x for name, x in of_tokens.items() if name in kept}, *at)
-        shown = jnp.concatenate([history, proposal.token], axis=1)
-        after = jnp.arange(carries["draft"].shape[1], dtype=jnp.int32) + accepted[:, None]
-        carries["draft"] = jnp.take_along_axis(shown, after, axis=1)
+        carries["draft"] = drafts = carries["draft"].after(all_tokens, num_new, accepted)
         counts = counts[0] + runs.astype(jnp.int32), counts[1] + jnp.maximum(num_new - 1, 0), counts[2] + 1
-        state = State(cache.after_pass(pool), at_last(of_places, logits))
-        return state, jax.tree.map(at_last, then, first), is_active & ~ends, count, carries, kept, counts
+        state, then = State(cache.after_pass(pool), at_last(of_places, logits)), jax.tree.map(at_last, then, first)
+        is_active = is_active & ~ends
+        return state, then, is_active, count, guess(then, is_active, count, drafts), carries, kept, counts
 
     def goes_on(loop: tuple[Any, ...]) -> Array:
         return (loop[2] & (loop[3] < quota)).any()
+
+    def has_guesses(loop: tuple[Any, ...]) -> Array:
+        return (loop[4][1] > 1).any()
+
+    def steps(loop: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Steps without guesses, then steps with some. (With a branch in one loop, XLA would copy the pool.)"""
+        loop = jax.lax.while_loop(lambda x: goes_on(x) & ~has_guesses(x), functools.partial(step, places=1), loop)
+        return jax.lax.while_loop(lambda x: goes_on(x) & has_guesses(x), functools.partial(step, places=places), loop)
 
     state = state._replace(cache=state.cache._replace(pool=pool))
     carries = {name: part.begin(carried) for name, part in parts.items()}
@@ -134,8 +152,9 @@ def decode_chunk(
     shapes |= shapes_of_reports(params, inputs, state.cache, carries, places)
     kept = {name: jnp.zeros((num_steps, *x.shape), x.dtype) for name, x in shapes.items() if is_traced or name not in TRACED}
     counts = zeros, zeros, jnp.int32(0)
-    begin = state, first, is_active, zeros, carries, kept, counts
-    state, _, is_running, count, carries, kept, counts = jax.lax.while_loop(goes_on, step, begin)
+    begin = state, first, is_active, zeros, guess(first, is_active, zeros, carries["draft"]), carries, kept, counts
+    body = steps if narrows else functools.partial(step, places=places)
+    state, _, is_running, count, _, carries, kept, counts = jax.lax.while_loop(goes_on, body, begin)
     pool = state.cache.pool if by_step else pages.give_back(state.cache.pool, row, quota - count, num_steps)
     if state.cache.tail is not None:
         pool = sealed_pages.seal_filled(state.cache._replace(pool=pool), num_seen)

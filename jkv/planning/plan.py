@@ -17,7 +17,7 @@ from jkv.cache.slot_size import slot_size
 from jkv.checkpoints.model_shapes import find_shape
 from jkv.checkpoints.weight_reading import float_dtype
 from jkv.checks import check_counts, out_of_range, size, typed
-from jkv.engine.drafters import Drafter
+from jkv.engine.drafters import AUTO, Drafter, ngram
 from jkv.engine.memory import state_bytes
 from jkv.engine.options import EngineOptions
 from jkv.engine.policy_checks import check_speculation
@@ -164,6 +164,7 @@ def plan(
         raise out_of_range("memory_share", "lie in (0, 1], a share of the device's memory", memory_share)
     check_divides(config, num_devices)
     sampling = DRAWN if sampling is None else typed("sampling", sampling, Sampling)
+    speculate = ngram() if speculate == AUTO else speculate  # no more guesses on an accelerator
     drafter = check_speculation(EngineOptions(speculate=speculate), [policy], config, 1)
     of_weights = check_format(weight_dtype)
     setting = Setting(

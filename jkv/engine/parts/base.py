@@ -65,6 +65,7 @@ class Carried(NamedTuple):
 
     generated: Int[Array, "B V"] | None = None  # how often each row's completion holds each token: see `penalties`
     history: Int[Array, "B S"] | None = None  # the last tokens of each row: see `drafting`
+    credit: Float[Array, " B"] | None = None  # of each row's guesses: see `drafting`
 
 
 class Draw(NamedTuple):
