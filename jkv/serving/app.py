@@ -27,7 +27,7 @@ from jkv.model.params import Model
 from jkv.serving.about import About
 from jkv.serving.conversations import Conversations, Stored
 from jkv.serving.errors import RefusalError, error_body, refusal_of
-from jkv.serving.jobs import Encoder, Job, fitted, flat, gathered, make_job, make_turn, until_gone, when_all_end
+from jkv.serving.jobs import Encoder, Job, fitted, gathered, make_job, make_turn, until_gone, when_all_end
 from jkv.serving.metrics import Metrics
 from jkv.serving.options import ServerOptions
 from jkv.serving.requests import (
@@ -74,7 +74,7 @@ class Server:
         need_tokenizer(model.tokenizer, "A server passes texts")
         self.service, self.options = service, options
         self.name = options.name or model.name
-        self.encoder = Encoder(model, options.parse_special)
+        self.encoder = Encoder(model, options.parse_special, options.tool_form)
         self.metrics = Metrics(service.engine, self.name, self.num_unbegun)
         self.most_open = service.engine.capacity.max_running + options.max_waiting
         self.num_open, self.began = 0, int(time.time())
@@ -164,8 +164,8 @@ class Server:
                     ticket.cancel()
                 raise
         if isinstance(fields, ChatFields) and fields.store and tickets:
-            messages = [*before, *map(flat, fields.messages)]
-            self.conversations.add(head.id, Stored(tickets[0], messages, job.thinks))
+            messages = [*before, *self.encoder.plain(fields.messages)]
+            self.conversations.add(head.id, Stored(tickets[0], messages, job.thinks, job.calls))
         return tickets
 
     async def score(self, job: Job) -> list[list[Likely | None]] | None:

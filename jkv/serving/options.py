@@ -6,6 +6,7 @@ from typing import Any
 
 from jkv.checks import check_counts, check_known, check_least, out_of_range, typed
 from jkv.policies import POLICIES, recipe_of
+from jkv.reasoning.tool_calls import FORMS
 
 
 def setting(default: Any, help: str) -> Any:
@@ -27,6 +28,9 @@ class ServerOptions:
     own: tuple[str, ...] = setting((), "policies of your own, as module:name, that requests may name beside the known ones")
     allowed: tuple[str, ...] = setting((), "policies that requests may name; default: all. The server's own always may")
     parse_special: bool = setting(False, "whether messages may make control tokens (`jkv.RequestOptions`)")
+    tool_form: str = setting(
+        "", f"how the model writes tool calls: {', '.join(FORMS)}; default: what the chat template shows"
+    )
     api_key: str | None = setting(None, "what clients send as a bearer key; None asks for none")
     max_body: int = setting(1 << 22, "bytes of a request's body")
     max_waiting: int = setting(256, "samples that may wait for a row; more are refused with status 429")
@@ -44,6 +48,7 @@ class ServerOptions:
         for name in typed("allowed", self.allowed, tuple):
             check_known((*POLICIES, self.policy, *self.own), allowed=name)
         typed("parse_special", self.parse_special, bool)
+        check_known(("", *FORMS), tool_form=typed("tool_form", self.tool_form, str))
         check_counts(max_body=self.max_body)
         for name in ("max_waiting", "max_conversations"):
             check_least(0, **{name: typed(name, getattr(self, name), int)})

@@ -17,6 +17,7 @@ from jkv.model.sampling import SAMPLING_FIELDS, Sampling
 from jkv.policies import POLICIES, make
 from jkv.policies.own import is_own
 from jkv.serving.errors import NAMES
+from jkv.serving.messages import MOST_TOOLS, functions_of, unread_of
 from jkv.serving.options import ServerOptions
 
 F = TypeVar("F", bound="Body")
@@ -27,7 +28,7 @@ IGNORED = {  # of OpenAI and vLLM: they change nothing in a completion
 }
 REFUSED: dict[str, tuple[Any, str]] = {  # they would change a completion: the value that does not, and why others are refused
     "audio": (None, "the model writes text alone"),
-    "functions": ([], "no tools are called"),
+    "functions": ([], "it is the older form of tools. Send tools"),
     "include_stop_str_in_output": (False, "a text ends before its stop text"),
     "logit_bias": ({}, "the engine adds nothing to single logits"),
     "min_tokens": (0, "the engine has no least length"),
@@ -37,7 +38,7 @@ REFUSED: dict[str, tuple[Any, str]] = {  # they would change a completion: the v
     "skip_special_tokens": (True, "special tokens are left out of texts; return_token_ids has them"),
     "store": (False, "only chats are stored"),
     "suffix": ("", "the model completes to the right only"),
-    "tools": ([], "no tools are called"),
+    "tools": ([], "only chats call tools"),
     "use_beam_search": (False, "tokens are drawn"),
     "web_search_options": (None, "nothing is searched"),
 }
@@ -45,6 +46,7 @@ IN_TEMPLATES = {  # names that rendering itself gives to a template: those of a 
     *("add_generation_prompt", "chat_template", "compiled_template", "continue_final_message", "conversation"),
     *("conversations", "messages", "return_assistant_tokens_mask", "return_dict", "self", "tokenize", "tools"),
 }
+TOOL_CHOICES = ("auto", "none")
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"  # vLLM's names of distributions: the model's own, and what is drawn from
 MOST_TOP = 1  # of most likely tokens: the engine computes the drawn token's log-probability alone
@@ -72,8 +74,17 @@ class Body:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TemplateFields(Body):
-    """What the chat template receives beside the messages."""
+    """What the chat template receives beside the messages.
 
+    Attributes:
+      tools: functions that the model may call.
+      tool_choice: "auto", or "none": then the template receives no tools, and calls are not looked for.
+      parallel_tool_calls: whether a response may have several calls; otherwise it has the first one.
+    """
+
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
@@ -81,10 +92,23 @@ class TemplateFields(Body):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_length("tools", self.tools or [], MOST_TOOLS, "tools")
+        functions_of(self.tools or [])
+        if self.tool_choice not in (None, *TOOL_CHOICES):
+            rule = (
+                '{field} must be "auto" or "none", as nothing here makes a model call a tool yet; got {got}. Leave it out, and ask '
+                "for the call in a message."
+            )
+            raise InputError(rule, field="tool_choice", code="unsupported", got=shown(self.tool_choice))
         for name in self.chat_template_kwargs or {}:
             if name in IN_TEMPLATES:
                 rule = "{field} are the template's variables; got {name}, which rendering itself sets. Leave it out."
                 raise InputError(rule, field="chat_template_kwargs", code="conflict", name=name)
+
+    @property
+    def functions(self) -> dict[str, Any] | None:
+        """The functions that the model may call, each with its JSON schema; None if it may call none."""
+        return functions_of(self.tools) if self.tools and self.tool_choice != "none" else None
 
     @property
     def template(self) -> dict[str, Any]:
@@ -92,7 +116,8 @@ class TemplateFields(Body):
         begins = self.add_generation_prompt and not self.continue_final_message
         given = {"add_generation_prompt": begins, "continue_final_message": self.continue_final_message}
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        return given | effort | (self.chat_template_kwargs or {})
+        tools = {} if self.functions is None else {"tools": self.tools}
+        return given | effort | tools | (self.chat_template_kwargs or {})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -389,7 +414,7 @@ def parse(text: bytes) -> dict[str, Any]:
 def ignored_of(kind: type[Body], body: Mapping[str, Any]) -> list[str]:
     """The names of a body's fields that are ignored."""
     known = {field.name for field in dataclasses.fields(kind)}
-    return [name for name in body if name in IGNORED and name not in known]
+    return [name for name in body if name in IGNORED and name not in known] + sorted(unread_of(body.get("messages")))
 
 
 def read_fields(kind: type[F], body: Mapping[str, Any]) -> F:

@@ -15,7 +15,8 @@ from jkv.model.params import Model
 from jkv.reasoning.marks import TAGS, Marks, completion_decoder, marks_of
 from jkv.reasoning.token_bytes import PartReader
 from jkv.reasoning.token_text import decoder_of
-from jkv.serving.jobs import Job
+from jkv.reasoning.tool_calls import CallPiece
+from jkv.serving.jobs import Calls, Job
 from jkv.serving.requests import ChatFields, CompletionFields, Fields
 
 
@@ -24,6 +25,14 @@ class Parts(NamedTuple):
 
     reasoning: str
     content: str
+
+
+class Pieces(NamedTuple):
+    """New text of each part of an answer that may call tools."""
+
+    reasoning: str
+    content: str
+    calls: list[CallPiece]
 
 
 class ReasoningSplitter:
@@ -101,6 +110,50 @@ class ReasoningSplitter:
         return certain
 
 
+class AnswerReader:
+    """Receives a completion's text piece by piece: its reasoning, its content and its tool calls, which only content has.
+
+    Args:
+      marks: of the model's thinking.
+      thinks: whether the prompt ends in thinking.
+      calls: how calls are found; None where there are none.
+    """
+
+    def __init__(self, marks: Marks, thinks: bool, calls: Calls | None) -> None:
+        self._reasoning, self._calls, self._ids = ReasoningSplitter(thinks, marks), calls and calls.splitter(), calls
+        self.has_calls = False
+
+    def push(self, text: str, is_last: bool) -> Pieces:
+        """Adds the next piece of text, or the last one."""
+        reasoning, content = self._reasoning.push(text)
+        if is_last:
+            last = self._reasoning.finish()
+            reasoning, content = reasoning + last.reasoning, content + last.content
+        if self._calls is None:
+            return Pieces(reasoning, content, [])
+        content, pieces = self._calls.push(content)
+        if is_last:
+            more, others = self._calls.finish()
+            content, pieces = content + more, pieces + others
+        self.has_calls |= bool(pieces)
+        return Pieces(reasoning, content, pieces)
+
+    def tool_calls(self, pieces: Sequence[CallPiece]) -> list[dict[str, Any]]:
+        """The calls of a message, or of a stream's delta, each with its index; the first piece of a call gives it an id."""
+        found: dict[int, dict[str, Any]] = {}
+        for piece in pieces:
+            one = found.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
+            if piece.name is not None:
+                assert self._ids is not None
+                one |= {"id": self._ids.form.new_id(), "type": "function", "function": {"name": piece.name, "arguments": ""}}
+            one["function"]["arguments"] += piece.arguments
+        return list(found.values())
+
+    def reason(self, reason: str) -> str | None:
+        """The finish reason of a choice: an answer that ends by itself with calls waits for their results."""
+        return "tool_calls" if reason == "stop" and self.has_calls else reason_of(reason)
+
+
 def num_reasoning_tokens(tokens: Sequence[int], thinks: bool, begin: Sequence[int], ends: Sequence[Sequence[int]]) -> int:
     """The number of a completion's tokens up to the end of its thinking; all if it thinks to its end, 0 if it does not think.
 
@@ -158,12 +211,12 @@ def reason_of(reason: str) -> str | None:
     return REASONS.get(reason, reason) or None
 
 
-def message_of(text: str, thinks: bool, includes_reasoning: bool, marks: Marks) -> dict[str, Any]:
-    """A chat message with its reasoning, if it has any."""
-    splitter = ReasoningSplitter(thinks, marks)
-    parts = [splitter.push(text), splitter.finish()]
-    reasoning, content = ("".join(part) for part in zip(*parts, strict=True))
-    return {"role": "assistant", "content": content, **reasoning_fields(reasoning if includes_reasoning else "")}
+def message_of(text: str, reader: AnswerReader, includes_reasoning: bool = False) -> dict[str, Any]:
+    """A chat message with its reasoning and its tool calls, if it has any."""
+    reasoning, content, pieces = reader.push(text, is_last=True)
+    calls = [{name: value for name, value in call.items() if name != "index"} for call in reader.tool_calls(pieces)]
+    message = {"role": "assistant", "content": None if calls and not content else content}
+    return message | ({"tool_calls": calls} if calls else {}) | reasoning_fields(reasoning if includes_reasoning else "")
 
 
 def reasoning_fields(reasoning: str) -> dict[str, str]:
@@ -274,7 +327,7 @@ def whole(
     """The response of a call; `scores` are how likely the prompts' tokens are, if they are echoed with that."""
     fields = job.fields
     if isinstance(fields, ChatFields):
-        choices = [chat_choice(model, fields, result, i, job.thinks) for result in results for i in range(fields.n)]
+        choices = [chat_choice(model, fields, result, i, job) for result in results for i in range(fields.n)]
     else:
         choices = text_choices(model, fields, job, results, scores)
     for index, choice in enumerate(choices):
@@ -284,16 +337,17 @@ def whole(
     return head.body(choices, usage=usage, **more)
 
 
-def chat_choice(model: Model, fields: ChatFields, result: Result, sample: int, thinks: bool) -> dict[str, Any]:
+def chat_choice(model: Model, fields: ChatFields, result: Result, sample: int, job: Job) -> dict[str, Any]:
     """A completion of a chat."""
     assert result.text is not None
     tokens, log_probs = drawn_of(result, sample, fields)
     reader = PartReader(model.tokenizer, completion_decoder(model.tokenizer))
+    answer = AnswerReader(marks_of(model.tokenizer), job.thinks, job.calls)
     return {
         "index": 0,
-        "message": message_of(result.text[sample], thinks, fields.include_reasoning, marks_of(model.tokenizer)),
+        "message": message_of(result.text[sample], answer, fields.include_reasoning),
         "logprobs": chat_log_probs(reader, tokens, log_probs, fields.top_logprobs) if fields.logprobs else None,
-        "finish_reason": reason_of(result.finish_reason[sample]),
+        "finish_reason": answer.reason(result.finish_reason[sample]),
         **({"token_ids": tokens} if fields.return_token_ids else {}),
     }
 

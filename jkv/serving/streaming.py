@@ -21,9 +21,8 @@ from jkv.serving.jobs import Job
 from jkv.serving.requests import ChatFields, CompletionFields, Fields
 from jkv.serving.responses import (
     FAILURES,
+    AnswerReader,
     Head,
-    Parts,
-    ReasoningSplitter,
     chat_log_probs,
     counts,
     describe_failure,
@@ -140,27 +139,26 @@ async def merged(tickets: Sequence[Ticket]) -> AsyncGenerator[tuple[int, Event]]
 
 
 class ChatChunks:
-    """The chunks of each sample of a chat: the role, reasoning, content, and a last one with the finish reason."""
+    """The chunks of each sample of a chat: the role, reasoning, content and tool calls, and a last one with the finish reason."""
 
     def __init__(self, model: Model, job: Job) -> None:
         assert isinstance(job.fields, ChatFields)
         self.model, self.fields = model, job.fields
-        self.splitters = [ReasoningSplitter(job.thinks, marks_of(model.tokenizer)) for _ in range(job.num_samples)]
+        marks = marks_of(model.tokenizer)
+        self.answers = [AnswerReader(marks, job.thinks, job.calls) for _ in range(job.num_samples)]
         self.readers = [PartReader(model.tokenizer, completion_decoder(model.tokenizer)) for _ in range(job.num_samples)]
 
     def first(self) -> list[dict[str, Any]]:
         """The role of each sample."""
         delta = {"role": "assistant", "content": ""}
-        return [choice(index, delta=dict(delta)) for index in range(len(self.splitters))]
+        return [choice(index, delta=dict(delta)) for index in range(len(self.answers))]
 
     def of(self, index: int, event: Event) -> list[dict[str, Any]]:
         """The chunks of an event."""
-        splitter, fields = self.splitters[index], self.fields
-        parts = splitter.push(event.text or "")
-        if event.finish_reason:
-            parts = Parts(*(before + after for before, after in zip(parts, splitter.finish(), strict=True)))
-        reasoning, content = parts
-        delta = reasoning_fields(reasoning if fields.include_reasoning else "") | ({"content": content} if content else {})
+        answer, fields = self.answers[index], self.fields
+        reasoning, content, pieces = answer.push(event.text or "", is_last=bool(event.finish_reason))
+        delta: dict[str, Any] = reasoning_fields(reasoning if fields.include_reasoning else "")
+        delta |= ({"content": content} if content else {}) | ({"tool_calls": answer.tool_calls(pieces)} if pieces else {})
         more: dict[str, Any] = {"token_ids": event.tokens} if fields.return_token_ids else {}
         if fields.logprobs and event.tokens:
             more["logprobs"] = chat_log_probs(
@@ -168,7 +166,7 @@ class ChatChunks:
             )
         chunks = [choice(index, delta=delta, **more)] if delta or (more and event.tokens) else []
         if event.finish_reason:
-            chunks.append(choice(index, reason_of(event.finish_reason), delta={}))
+            chunks.append(choice(index, answer.reason(event.finish_reason), delta={}))
         return chunks
 
 

@@ -87,7 +87,7 @@ BAD_CHATS = [
     ("no messages", CHAT | {"messages": []}, 400, "at least one message"),
     ("no role", CHAT | {"messages": [{"content": "a"}]}, 400, "no role"),
     ("image", CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "must be texts"),
-    ("tools", CHAT | {"tools": [{"type": "function"}]}, 400, "no tools are called"),
+    ("tools", CHAT | {"tools": [{"type": "function"}]}, 400, "must be functions"),
     ("json", CHAT | {"response_format": {"type": "json_object"}}, 400, "constrains no text"),
     ("top_logprobs", CHAT | {"logprobs": True, "top_logprobs": 3}, 400, "drawn token alone"),
     ("template", CHAT | {"chat_template_kwargs": {"conversations": 1}}, 400, ""),
