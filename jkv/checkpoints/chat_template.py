@@ -88,7 +88,7 @@ class ChatRenderer:
         """
         turns = [{name: value for name, value in turn.items() if value is not None} for turn in conversation]
         template = self.template_for(options.get("tools"))
-        job = {"template": template, "conversation": turns, "tokens": self.tokens, "options": options}
+        job: dict[str, Any] = {"template": template, "conversation": turns, "tokens": self.tokens, "options": options}
         job["seconds"] = self.seconds
         if self.process is None:
             self.start()

@@ -37,7 +37,16 @@ OPEN_CONTEXT = 32_768  # slots
 KEY = "JKV_API_KEY"  # the environment variable
 LOCAL = ("127.0.0.1", "::1", "localhost")
 MOST_STOP_IDS = 32  # of a request
-SERVER = ("name", "policy", "tool_form", "max_waiting", "max_conversations", "conversation_seconds", "time_limit")  # fields of its options
+SERVER = (
+    "name",
+    "policy",
+    "tool_form",
+    "abort_reason",
+    "max_waiting",
+    "max_conversations",
+    "conversation_seconds",
+    "time_limit",
+)  # fields of its options
 
 OPTIONS = (
     *options_of(ServerOptions, SERVER),

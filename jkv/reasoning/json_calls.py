@@ -20,7 +20,7 @@ class JsonCallReader:
     """Reads one call from the text after the mark that begins calls. Its attributes change as text is pushed.
 
     A call is certain once its arguments are a JSON object up to the first value's first character. From there on they are
-    passed on as they come; where they turn out to be no JSON, what the model wrote is passed on up to the mark that ends a call.
+    passed on as they come. Where they turn out to be no JSON, what the model wrote is passed on up to the end mark.
 
     Args:
       end: the mark that ends a call; may be empty.
@@ -145,10 +145,7 @@ class JsonCallReader:
     def _whole(self, call: dict[str, Any]) -> None:
         """At the end of an object whose members are in another order, or whose arguments are missing or a text."""
         name, given = call.get("name"), call.get("arguments", call.get("parameters"))
-        if isinstance(given, str):
-            text = given
-        else:
-            text = json.dumps({} if given is None else given, ensure_ascii=False)
+        text = given if isinstance(given, str) else json.dumps({} if given is None else given, ensure_ascii=False)
         if isinstance(name, str) and self._is_known(name) and is_object(text):
             self.name, self._arguments, self.state = name, text, "done"
         else:

@@ -10,8 +10,8 @@ is of that format.
 import functools
 from typing import Any, NamedTuple
 
-from jkv.reasoning.tool_calls import SPECIAL_MARKS
 from jkv.reasoning.token_text import END_OF_THINKING, THINK, Decoder, byte_values, token_of
+from jkv.reasoning.tool_calls import SPECIAL_MARKS
 
 
 class Marks(NamedTuple):

@@ -9,7 +9,7 @@ import re
 import secrets
 import string
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from jkv.reasoning.json_calls import JsonCallReader
 from jkv.reasoning.tagged_calls import GLM_TAGS, QWEN_TAGS, TaggedCallReader, Tags
@@ -77,7 +77,8 @@ def form_of(template: str) -> CallForm | None:
     return next((form for form in FORMS.values() if any(sign in template for sign in form.signs)), None)
 
 
-class CallPiece(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class CallPiece:
     """New text of a call.
 
     Attributes:

@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from jkv.checks import DISTRIBUTION, need_tokenizer, shown
+from jkv.checks import DISTRIBUTION, MOST_SHOWN, need_tokenizer, shown
 from jkv.engine.results import Result
 from jkv.engine.service import Service, Ticket
 from jkv.errors import InputError
@@ -30,11 +30,13 @@ from jkv.serving.errors import RefusalError, error_body, refusal_of
 from jkv.serving.jobs import Encoder, Job, fitted, gathered, make_job, make_turn, until_gone, when_all_end
 from jkv.serving.metrics import Metrics
 from jkv.serving.options import ServerOptions
+from jkv.serving.other_names import renamed
 from jkv.serving.requests import (
     KNOWN,
     ChatFields,
     CompletionFields,
     F,
+    TemplateFields,
     ignored_of,
     parse,
     read_fields,
@@ -45,6 +47,7 @@ from jkv.serving.streaming import EventStream, stream
 
 LOGGER = logging.getLogger("jkv.serving")
 RETRY_SECONDS = 1  # after which a client that was refused may try again
+MOST_NAMES = 32  # of ignored fields in a header
 LONGEST_ID = 128  # characters of a request's id
 PAGE = Path(__file__).with_name("page.html")
 KINDS: dict[str, tuple[type[ChatFields] | type[CompletionFields], str]] = {
@@ -100,7 +103,7 @@ class Server:
         self.check_model(fields.model)
         fields.check_format(self.service.engine.options.kv_dtype)
         self.check_room(fields.n)
-        head = Head(name, self.name)
+        head = Head(name, self.name, "abort" if self.options.abort_reason else "length")
         last = self.last_of(fields)
         job = await self.make_job(fields, last)
         if job.row is None and (piece := max((group[0].first for group in job.groups), default=0)):
@@ -220,9 +223,9 @@ class Server:
 
     async def read(self, kind: type[F], request: Request) -> F:
         """The fields of a request's body; a header of the answer names those that are ignored."""
-        body = await self.read_body(request)
+        body = renamed(await self.read_body(request), issubclass(kind, TemplateFields))
         if ignored := ignored_of(kind, body):
-            request.state.headers["x-jkv-ignored"] = ", ".join(sorted(ignored))
+            request.state.headers["x-jkv-ignored"] = header_of(ignored)
         fields = read_fields(kind, body)
         request.state.names = fields.names
         return fields
@@ -291,7 +294,10 @@ class Server:
             try:
                 if not is_open:
                     self.check_key(request)
-                return await endpoint(request)
+                response = await endpoint(request)
+                for name, value in request.state.headers.items():
+                    response.headers.setdefault(name, value)
+                return response
             except ClientDisconnect:
                 refusal = RefusalError(499, "The client has gone.")
             except RefusalError as error:
@@ -359,6 +365,16 @@ def id_of(request: Request, given: str | None) -> str:
     name = given or request.headers.get("x-request-id", "")
     is_fine = 0 < len(name) <= LONGEST_ID and name.isascii() and name.isprintable()
     return name if is_fine else secrets.token_hex(16)
+
+
+def header_of(names: Sequence[str]) -> str:
+    r"""Names as the value of a header, whatever is in them.
+
+    >>> header_of(["user", "a\nb"])
+    'a\\nb, user'
+    """
+    safe = [name[:MOST_SHOWN].encode("unicode_escape").decode() for name in sorted(names)[:MOST_NAMES]]
+    return ", ".join(safe)
 
 
 def log_line(path: str, name: str, job: Job, results: Sequence[Result], seconds: float) -> str:

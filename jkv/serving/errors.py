@@ -36,6 +36,9 @@ NAMES = {  # of the engine's arguments, for clients
 }
 
 
+TOO_LONG = "context_length_exceeded"
+
+
 class RefusalError(Exception):
     """A request that is not served.
 
@@ -65,7 +68,25 @@ def refusal_of(error: ValueError, names: Mapping[str, str] = NAMES) -> RefusalEr
     if not isinstance(error, InputError):
         return RefusalError(400, str(error))
     param = None if error.field is None else names.get(error.field, error.field)
+    if error.code == "does_not_fit" and error.field in (None, "prompt", "tokens"):
+        return RefusalError(400, too_long(error, names), param or names.get("prompt", "prompt"), TOO_LONG)
     return RefusalError(400, error.told(names), param, error.code)
+
+
+def too_long(error: InputError, names: Mapping[str, str]) -> str:
+    """A prompt or completion that does not fit, in the words by which clients know this error."""
+    own, most, length, asked = error.told(names), *(error.values.get(name) for name in ("most", "length", "asked"))
+    if not isinstance(most, int):  # it is the pool that is too small
+        return own
+    count = str(length).replace(",", "")
+    if "asked" not in error.values or not count.isdigit():
+        return f"This model's maximum context length is {most} tokens. However, this request needs more: {own}"
+    field, begin = names.get("max_new_tokens", "max_new_tokens"), f"your prompt has {count} tokens"
+    if str(asked).isdigit():
+        begin = (
+            f"you requested {int(count) + int(str(asked))} tokens ({count} in the prompt, {asked} in the completion, {field})"
+        )
+    return f"This model's maximum context length is {most} tokens. However, {begin}. Shorten the prompt, or lower {field}."
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str = "") -> dict[str, Any]:

@@ -272,7 +272,7 @@ class Encoder:
         form = FORMS[self.tool_form] if self.tool_form else form_of(template)
         if form is None:
             rule = (
-                "{field} need a chat template that writes calls in a known form ({known}); this model's writes none of them. Leave "
+                "{field} need a chat template that writes calls in a known form ({known}); this model's writes none. Leave "
                 "them out, or start the server with --tool-form."
             )
             raise InputError(rule, field="tools", code="unsupported", known=", ".join(FORMS))

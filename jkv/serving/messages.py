@@ -74,7 +74,9 @@ def part_text(part: Any) -> str:
         text: str = part["text"]
         return text
     kind = part.get("type") if isinstance(part, Mapping) else part
-    rule = "The parts of a message must be texts, as this server reads text alone; got {got}. Leave out images, sounds and files."
+    rule = (
+        "The parts of a message must be texts, as this server reads text alone; got {got}. Leave out images, sounds and files."
+    )
     raise InputError(rule, field="messages", code="unsupported", got=shown(kind))
 
 
@@ -83,7 +85,7 @@ def plain_call(call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(name, str):
-        rule = '{field} must be calls, {{"id": ..., "type": "function", "function": {{"name": ..., "arguments": ...}}}}; got {got}.'
+        rule = '{field} must be calls, {{"id": ..., "function": {{"name": ..., "arguments": ...}}}}; got {got}.'
         raise InputError(rule, field="tool_calls", code="wrong_type", got=shown(call))
     given = function.get("arguments")
     if given is None or given == "":
@@ -125,8 +127,12 @@ def functions_of(tools: Iterable[Any]) -> dict[str, Any]:
         function = tool.get("function") if isinstance(tool, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else None
         if kind != "function" or not isinstance(function, Mapping) or not isinstance(name, str) or not name.strip():
-            rule = '{field} must be functions, {{"type": "function", "function": {{"name": ...}}}}; got {got}. Leave out others.'
-            raise InputError(rule, field="tools", code="unsupported", got=shown(kind if kind not in (None, "function") else tool))
+            rule = (
+                '{field} must be functions, {{"type": "function", "function": {{"name": ...}}}}; got {got}. Leave out others.'
+            )
+            raise InputError(
+                rule, field="tools", code="unsupported", got=shown(kind if kind not in (None, "function") else tool)
+            )
         parameters = function.get("parameters")
         if parameters is not None and not isinstance(parameters, Mapping):
             rule = "The parameters of a tool must be a JSON schema, an object; got {got}."

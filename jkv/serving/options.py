@@ -28,10 +28,11 @@ class ServerOptions:
     own: tuple[str, ...] = setting((), "policies of your own, as module:name, that requests may name beside the known ones")
     allowed: tuple[str, ...] = setting((), "policies that requests may name; default: all. The server's own always may")
     parse_special: bool = setting(False, "whether messages may make control tokens (`jkv.RequestOptions`)")
-    tool_form: str = setting(
-        "", f"how the model writes tool calls: {', '.join(FORMS)}; default: what the chat template shows"
-    )
+    tool_form: str = setting("", f"how the model writes tool calls: {', '.join(FORMS)}; default: what the chat template shows")
     api_key: str | None = setting(None, "what clients send as a bearer key; None asks for none")
+    abort_reason: bool = setting(
+        False, 'the finish reason of what the server ended before its time is "abort", and not "length", the one of OpenAI'
+    )
     max_body: int = setting(1 << 22, "bytes of a request's body")
     max_waiting: int = setting(256, "samples that may wait for a row; more are refused with status 429")
     max_conversations: int = setting(
@@ -48,6 +49,7 @@ class ServerOptions:
         for name in typed("allowed", self.allowed, tuple):
             check_known((*POLICIES, self.policy, *self.own), allowed=name)
         typed("parse_special", self.parse_special, bool)
+        typed("abort_reason", self.abort_reason, bool)
         check_known(("", *FORMS), tool_form=typed("tool_form", self.tool_form, str))
         check_counts(max_body=self.max_body)
         for name in ("max_waiting", "max_conversations"):

@@ -3,9 +3,12 @@
 `jkv.serving.jobs` makes a `jkv.RequestOptions` of them.
 """
 
+import contextlib
 import dataclasses
+import hashlib
 import inspect
 import json
+import types
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -21,19 +24,18 @@ from jkv.serving.messages import MOST_TOOLS, functions_of, unread_of
 from jkv.serving.options import ServerOptions
 
 F = TypeVar("F", bound="Body")
-IGNORED = {  # of OpenAI and vLLM: they change nothing in a completion
-    *("function_call", "metadata", "moderation", "parallel_tool_calls", "prediction", "priority", "prompt_cache_key"),
-    *("prompt_cache_retention", "reasoning_effort", "safety_identifier", "service_tier", "spaces_between_special_tokens"),
-    *("tool_choice", "user", "verbosity"),
-}
+CONSTRAINED = "the engine constrains no text"
 REFUSED: dict[str, tuple[Any, str]] = {  # they would change a completion: the value that does not, and why others are refused
     "audio": (None, "the model writes text alone"),
+    "chat_template": (None, "conversations have the model's own template"),
+    "documents": ([], "conversations are messages and tools"),
     "functions": ([], "it is the older form of tools. Send tools"),
     "include_stop_str_in_output": (False, "a text ends before its stop text"),
-    "logit_bias": ({}, "the engine adds nothing to single logits"),
-    "min_tokens": (0, "the engine has no least length"),
     "modalities": (["text"], "the model writes text alone"),
-    "response_format": ({"type": "text"}, "the engine constrains no text"),
+    "previous_response_id": (None, "only chats are stored"),
+    **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), (None, CONSTRAINED)),
+    **dict.fromkeys(("ebnf", "grammar", "json_schema", "regex", "structured_outputs"), (None, CONSTRAINED)),
+    "response_format": ({"type": "text"}, CONSTRAINED),
     "return_token_strs": (False, "token ids have texts at /detokenize"),
     "skip_special_tokens": (True, "special tokens are left out of texts; return_token_ids has them"),
     "store": (False, "only chats are stored"),
@@ -41,12 +43,20 @@ REFUSED: dict[str, tuple[Any, str]] = {  # they would change a completion: the v
     "tools": ([], "only chats call tools"),
     "use_beam_search": (False, "tokens are drawn"),
     "web_search_options": (None, "nothing is searched"),
+    "logit_bias": ({}, "the engine adds nothing to single logits"),
+    "min_tokens": (0, "the engine has no least length"),
+    "bad_words": ([], "the engine excludes no tokens"),
+    "allowed_token_ids": ([], "the engine excludes no tokens"),
+    "prompt_logprobs": (None, "echo has them"),
 }
+LONGEST_NUMBER = 100  # characters of one that comes as a text
+LIKE = 0.9  # how like a known name an unknown one is that is taken for a mistake, of at most 1
 IN_TEMPLATES = {  # names that rendering itself gives to a template: those of a request are fields of their own, or not served
     *("add_generation_prompt", "chat_template", "compiled_template", "continue_final_message", "conversation"),
     *("conversations", "messages", "return_assistant_tokens_mask", "return_dict", "self", "tokenize", "tools"),
 }
 TOOL_CHOICES = ("auto", "none")
+LIMITS = ("max_tokens", "max_completion_tokens")
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"  # vLLM's names of distributions: the model's own, and what is drawn from
 MOST_TOP = 1  # of most likely tokens: the engine computes the drawn token's log-probability alone
@@ -96,8 +106,8 @@ class TemplateFields(Body):
         functions_of(self.tools or [])
         if self.tool_choice not in (None, *TOOL_CHOICES):
             rule = (
-                '{field} must be "auto" or "none", as nothing here makes a model call a tool yet; got {got}. Leave it out, and ask '
-                "for the call in a message."
+                '{field} must be "auto" or "none", as nothing here makes a model call a tool yet; got {got}. Leave it out, and '
+                "ask for the call in a message."
             )
             raise InputError(rule, field="tool_choice", code="unsupported", got=shown(self.tool_choice))
         for name in self.chat_template_kwargs or {}:
@@ -190,6 +200,9 @@ class Fields(Body):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in LIMITS:
+            if getattr(self, name, None) == -1:  # as others' clients write no limit
+                object.__setattr__(self, name, None)
         if self.logprobs_mode not in (RAW, PROCESSED):
             rule = "{field} must be {raw}, of the model's own distribution, or {drawn}, of the one that draws; got {got}."
             about = {"raw": RAW, "drawn": PROCESSED, "got": shown(self.logprobs_mode)}
@@ -225,7 +238,7 @@ class Fields(Body):
     @property
     def stop_strings(self) -> list[Any]:
         """The texts that end a completion."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [self.stop] if self.stop and isinstance(self.stop, str) else list(self.stop or ())
 
     def stop_ids(self, model: Model) -> list[Any] | None:
         """The tokens that end a completion; None for the model's own."""
@@ -265,6 +278,7 @@ class Fields(Body):
           ValueError: a value out of its range, or most likely tokens of draws, which the engine does not compute.
         """
         given = {name: getattr(self, name) for name in SAMPLING_FIELDS if getattr(self, name) is not None}
+        given |= {} if self.seed is None else {"seed": seed_of(self.seed)}
         sampling = dataclasses.replace(model.sampling or Sampling(temperature=0.0), **given)
         check_top(*self.top, sampling.temperature)
         if self.top[1] and self.model_logprobs and sampling.penalises:
@@ -375,6 +389,20 @@ class CompletionFields(Fields):
         return "logprobs", self.logprobs
 
 
+def seed_of(seed: int) -> int | None:
+    """The engine's seed, of 32 bits, for one of 64 bits with a sign; those that the engine has stay. -1 is fresh entropy.
+
+    >>> seed_of(7), seed_of(-1), seed_of(2**40) == seed_of(2**40) != seed_of(-(2**40))
+    (7, None, True)
+    """
+    if not -(2**63) <= seed < 2**63:
+        raise out_of_range("seed", "lie in [-2**63, 2**63), -1 is a random one", seed)
+    if 0 <= seed < 2**32:
+        return seed
+    digest = hashlib.blake2b(seed.to_bytes(8, "little", signed=True), digest_size=4).digest()
+    return None if seed == -1 else int.from_bytes(digest, "little")
+
+
 def check_top(name: str, count: int | None, temperature: float = 0.0) -> None:
     """Refuses most likely tokens that the engine does not compute: it has the drawn one, the first where it is greedy.
 
@@ -412,22 +440,21 @@ def parse(text: bytes) -> dict[str, Any]:
 
 
 def ignored_of(kind: type[Body], body: Mapping[str, Any]) -> list[str]:
-    """The names of a body's fields that are ignored."""
-    known = {field.name for field in dataclasses.fields(kind)}
-    return [name for name in body if name in IGNORED and name not in known] + sorted(unread_of(body.get("messages")))
+    """The names of a body's fields that are ignored, of its messages too: those of other servers' clients."""
+    known = {field.name for field in dataclasses.fields(kind)} | REFUSED.keys() | SETTINGS.keys() | {"best_of"}
+    return [name for name in body if name not in known] + sorted(unread_of(body.get("messages")))
 
 
 def read_fields(kind: type[F], body: Mapping[str, Any]) -> F:
-    """A request's fields. `null` is a default.
+    """A request's fields. `null` is a default, and a field that is unknown is ignored.
 
     Raises:
-      InputError: a field that is unknown, missing, of another type, out of its range, or that would change the completion in a
+      InputError: a field that is misspelt, missing, of another type, out of its range, or that would change the completion in a
         way that this server cannot.
     """
     known = {field.name: field for field in dataclasses.fields(kind) if field.name != "settings"}
     given: dict[str, Any] = {}
     settings: dict[str, Any] = {}
-    ignored = ignored_of(kind, body)
     for name, value in body.items():
         if name in REFUSED and name not in known:
             neutral, why = REFUSED[name]
@@ -438,16 +465,17 @@ def read_fields(kind: type[F], body: Mapping[str, Any]) -> F:
             if value is not None and value != (body.get("n") or 1):
                 rule = "{field} must be n, as all n samples are returned; got {got}. Leave it out."
                 raise InputError(rule, field=name, code="unsupported", got=shown(value))
-        elif value is None or name in ignored:
+        elif value is None:
             continue
         elif name in known:
-            given[name] = value
+            given[name] = lenient(value, known[name].type)
         elif name in SETTINGS and issubclass(kind, Fields):
             settings[name] = value
         else:
-            near = did_you_mean(name, [*known, *(SETTINGS if issubclass(kind, Fields) else ())])
-            rule = "{got} is no field of this endpoint, and no setting of a policy.{near}"
-            raise InputError(rule, field=name[:MOST_SHOWN], code="unknown_name", got=shown(name), near=near)
+            near = did_you_mean(name, [*known, *REFUSED, *(SETTINGS if issubclass(kind, Fields) else ())], LIKE)
+            if near or name in SETTINGS:
+                rule = "{got} is no field of this endpoint, and no setting of a policy.{near}"
+                raise InputError(rule, field=name[:MOST_SHOWN], code="unknown_name", got=shown(name), near=near)
     for name, field in known.items():
         has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
         if name not in given and not has_default:
@@ -455,6 +483,25 @@ def read_fields(kind: type[F], body: Mapping[str, Any]) -> F:
     if settings:
         given["settings"] = settings
     return kind(**given)
+
+
+def lenient(value: Any, wanted: Any) -> Any:
+    """A number that came as a text, a whole number that came with a point, or a truth value that came as either.
+
+    >>> lenient("8", int | None), lenient(8.0, int), lenient("0.5", float | None), lenient("true", bool), lenient("8", str)
+    (8, 8, 0.5, True, '8')
+    """
+    kinds = wanted.__args__ if isinstance(wanted, types.UnionType) else (wanted,)
+    if bool in kinds and not isinstance(value, dict | list):
+        return {"true": True, "false": False, 1: True, 0: False}.get(value.lower() if isinstance(value, str) else value, value)
+    if isinstance(value, str) and str not in kinds and len(value) <= LONGEST_NUMBER:
+        for kind in (int, float):
+            if kind in kinds or (kind is float and int in kinds):
+                with contextlib.suppress(ValueError):
+                    return lenient(kind(value), wanted)
+    if isinstance(value, float) and int in kinds and float not in kinds and value.is_integer():
+        return int(value)
+    return value
 
 
 def settings_of_policies() -> dict[str, bool]:
@@ -469,7 +516,7 @@ def settings_of_policies() -> dict[str, bool]:
 
 SETTINGS = settings_of_policies()
 BODIES = (ChatFields, CompletionFields, TokenizeFields, DetokenizeFields)
-KNOWN = {*SETTINGS, *REFUSED, *IGNORED, *(field.name for kind in BODIES for field in dataclasses.fields(kind))}
+KNOWN = {*SETTINGS, *REFUSED, *(field.name for kind in BODIES for field in dataclasses.fields(kind))}
 
 
 def policy_of(fields: Fields, options: ServerOptions) -> Policy:

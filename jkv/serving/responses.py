@@ -120,7 +120,8 @@ class AnswerReader:
     """
 
     def __init__(self, marks: Marks, thinks: bool, calls: Calls | None) -> None:
-        self._reasoning, self._calls, self._ids = ReasoningSplitter(thinks, marks), calls and calls.splitter(), calls
+        self._reasoning, self.calls = ReasoningSplitter(thinks, marks), calls
+        self._splitter = None if calls is None else calls.splitter()
         self.has_calls = False
 
     def push(self, text: str, is_last: bool) -> Pieces:
@@ -129,11 +130,11 @@ class AnswerReader:
         if is_last:
             last = self._reasoning.finish()
             reasoning, content = reasoning + last.reasoning, content + last.content
-        if self._calls is None:
+        if self._splitter is None:
             return Pieces(reasoning, content, [])
-        content, pieces = self._calls.push(content)
+        content, pieces = self._splitter.push(content)
         if is_last:
-            more, others = self._calls.finish()
+            more, others = self._splitter.finish()
             content, pieces = content + more, pieces + others
         self.has_calls |= bool(pieces)
         return Pieces(reasoning, content, pieces)
@@ -144,14 +145,14 @@ class AnswerReader:
         for piece in pieces:
             one = found.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
             if piece.name is not None:
-                assert self._ids is not None
-                one |= {"id": self._ids.form.new_id(), "type": "function", "function": {"name": piece.name, "arguments": ""}}
+                assert self.calls is not None
+                one |= {"id": self.calls.form.new_id(), "type": "function", "function": {"name": piece.name, "arguments": ""}}
             one["function"]["arguments"] += piece.arguments
         return list(found.values())
 
-    def reason(self, reason: str) -> str | None:
+    def reason(self, reason: str | None) -> str | None:
         """The finish reason of a choice: an answer that ends by itself with calls waits for their results."""
-        return "tool_calls" if reason == "stop" and self.has_calls else reason_of(reason)
+        return "tool_calls" if reason == "stop" and self.has_calls else reason
 
 
 def num_reasoning_tokens(tokens: Sequence[int], thinks: bool, begin: Sequence[int], ends: Sequence[Sequence[int]]) -> int:
@@ -182,10 +183,12 @@ class Head:
     Attributes:
       kind: "chat.completion" or "text_completion".
       model: the model's name.
+      cut: the finish reason of what the server ended before its time.
     """
 
     kind: str
     model: str
+    cut: str = "abort"
     name: str = dataclasses.field(default_factory=lambda: secrets.token_hex(12))
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
@@ -198,6 +201,10 @@ class Head:
     def id(self) -> str:
         """The response's id."""
         return f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self.name}"
+
+    def reason(self, reason: str) -> str | None:
+        """The finish reason of a choice; None as long as there is none."""
+        return self.cut if reason == "cancelled" else reason_of(reason)
 
     def body(self, choices: list[dict[str, Any]], is_chunk: bool = False, **more: Any) -> dict[str, Any]:
         """A response, or a chunk of a stream."""
@@ -327,9 +334,9 @@ def whole(
     """The response of a call; `scores` are how likely the prompts' tokens are, if they are echoed with that."""
     fields = job.fields
     if isinstance(fields, ChatFields):
-        choices = [chat_choice(model, fields, result, i, job) for result in results for i in range(fields.n)]
+        choices = [chat_choice(model, head, fields, result, i, job) for result in results for i in range(fields.n)]
     else:
-        choices = text_choices(model, fields, job, results, scores)
+        choices = text_choices(model, head, fields, job, results, scores)
     for index, choice in enumerate(choices):
         choice["index"] = index
     more = {"prompt_token_ids": job.prompts[0].tolist()} if fields.return_token_ids else {}
@@ -337,7 +344,7 @@ def whole(
     return head.body(choices, usage=usage, **more)
 
 
-def chat_choice(model: Model, fields: ChatFields, result: Result, sample: int, job: Job) -> dict[str, Any]:
+def chat_choice(model: Model, head: Head, fields: ChatFields, result: Result, sample: int, job: Job) -> dict[str, Any]:
     """A completion of a chat."""
     assert result.text is not None
     tokens, log_probs = drawn_of(result, sample, fields)
@@ -347,13 +354,14 @@ def chat_choice(model: Model, fields: ChatFields, result: Result, sample: int, j
         "index": 0,
         "message": message_of(result.text[sample], answer, fields.include_reasoning),
         "logprobs": chat_log_probs(reader, tokens, log_probs, fields.top_logprobs) if fields.logprobs else None,
-        "finish_reason": answer.reason(result.finish_reason[sample]),
+        "finish_reason": answer.reason(head.reason(result.finish_reason[sample])),
         **({"token_ids": tokens} if fields.return_token_ids else {}),
     }
 
 
 def text_choices(
     model: Model,
+    head: Head,
     fields: CompletionFields,
     job: Job,
     results: Sequence[Result],
@@ -374,7 +382,7 @@ def text_choices(
             if scores is not None and record is not None:
                 reader = PartReader(model.tokenizer, decoder_of(model.tokenizer))
                 record = joined(text_log_probs(reader, prompt.tolist(), scores[i], fields.logprobs), record)
-            reason = "length" if result is None else reason_of(result.finish_reason[sample])
+            reason = "length" if result is None else head.reason(result.finish_reason[sample])
             more = {"token_ids": tokens} if fields.return_token_ids else {}
             choices.append({"index": 0, "text": echoed + text, "logprobs": record, "finish_reason": reason, **more})
     return choices

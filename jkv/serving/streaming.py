@@ -28,7 +28,6 @@ from jkv.serving.responses import (
     describe_failure,
     drawn,
     held_tokens,
-    reason_of,
     reasoning_fields,
     text_log_probs,
     usage_of,
@@ -85,7 +84,7 @@ async def stream(model: Model, head: Head, job: Job, tickets: Sequence[Ticket]) 
     more: dict[str, Any] = {"usage": None} if fields.includes_usage else {}
     if fields.counts_each_chunk:
         more["usage"] = counts(num_prompt, 0)
-    chunks: ChatChunks | TextChunks = ChatChunks(model, job) if isinstance(fields, ChatFields) else TextChunks(model, job)
+    chunks = make_chunks(model, head, job)
     try:
         for choice in chunks.first():
             yield sse(head.body([choice], is_chunk=True, **more))
@@ -139,11 +138,11 @@ async def merged(tickets: Sequence[Ticket]) -> AsyncGenerator[tuple[int, Event]]
 
 
 class ChatChunks:
-    """The chunks of each sample of a chat: the role, reasoning, content and tool calls, and a last one with the finish reason."""
+    """The chunks of each sample of a chat: the role, then reasoning, content and tool calls, then the finish reason."""
 
-    def __init__(self, model: Model, job: Job) -> None:
+    def __init__(self, model: Model, head: Head, job: Job) -> None:
         assert isinstance(job.fields, ChatFields)
-        self.model, self.fields = model, job.fields
+        self.fields, self.head = job.fields, head
         marks = marks_of(model.tokenizer)
         self.answers = [AnswerReader(marks, job.thinks, job.calls) for _ in range(job.num_samples)]
         self.readers = [PartReader(model.tokenizer, completion_decoder(model.tokenizer)) for _ in range(job.num_samples)]
@@ -166,16 +165,16 @@ class ChatChunks:
             )
         chunks = [choice(index, delta=delta, **more)] if delta or (more and event.tokens) else []
         if event.finish_reason:
-            chunks.append(choice(index, answer.reason(event.finish_reason), delta={}))
+            chunks.append(choice(index, answer.reason(self.head.reason(event.finish_reason)), delta={}))
         return chunks
 
 
 class TextChunks:
     """The chunks of each sample of a completion; with `echo`, the prompt comes first."""
 
-    def __init__(self, model: Model, job: Job) -> None:
+    def __init__(self, model: Model, head: Head, job: Job) -> None:
         assert isinstance(job.fields, CompletionFields)
-        self.fields, self.has_more = job.fields, bool(job.groups)
+        self.fields, self.head, self.has_more = job.fields, head, bool(job.groups)
         decode = decoder_of(model.tokenizer)
         self.echoed = [decode(prompt.tolist()) * job.fields.echo for prompt in job.prompts for _ in range(job.fields.n)]
         own = completion_decoder(model.tokenizer)
@@ -196,7 +195,12 @@ class TextChunks:
             likely = drawn(event.tokens, log_probs_of(event, fields))
             log_probs = text_log_probs(self.readers[index], event.tokens, likely, fields.logprobs)
         more = {"token_ids": event.tokens} if fields.return_token_ids else {}
-        return [choice(index, reason_of(event.finish_reason), text=text, logprobs=log_probs, **more)]
+        return [choice(index, self.head.reason(event.finish_reason), text=text, logprobs=log_probs, **more)]
+
+
+def make_chunks(model: Model, head: Head, job: Job) -> ChatChunks | TextChunks:
+    """The maker of a call's chunks."""
+    return ChatChunks(model, head, job) if isinstance(job.fields, ChatFields) else TextChunks(model, head, job)
 
 
 def log_probs_of(event: Event, fields: Fields) -> list[float]:

@@ -25,9 +25,9 @@ from jkv.engine.results import Result
 from jkv.errors import InputError
 from jkv.model.params import Model, Params
 from jkv.model.weights import check_config
-from jkv.serving.app import Endpoint, Server, gathered, id_of, until_gone
+from jkv.serving.app import Endpoint, Server, header_of, id_of
 from jkv.serving.errors import RefusalError
-from jkv.serving.jobs import Job
+from jkv.serving.jobs import Job, gathered, until_gone
 from jkv.serving.requests import PROCESSED, CompletionFields, ignored_of, read_fields
 from jkv.serving.responses import Head, failure_of, reason_of, tokens_of
 
@@ -103,7 +103,7 @@ class Trainer:
         fields, headers = read_fields(GenerateFields, body), request.state.headers
         request.state.names = fields.names
         if ignored := ignored_of(GenerateFields, body):
-            headers["x-jkv-ignored"] = ", ".join(sorted(ignored))
+            headers["x-jkv-ignored"] = header_of(ignored)
         if fields.request_id is not None:
             headers["x-request-id"] = id_of(request, fields.request_id)
         server.check_model(fields.model)

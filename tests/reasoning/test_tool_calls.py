@@ -12,6 +12,7 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {
 FUNCTIONS = {"weather": SCHEMA, "now": {"type": "object", "properties": {}}}
 CALL = ("weather", {"city": 'Zürich "HB"\n', "days": 3, "tags": ["a", {"b": None}]})
 ARGUMENTS = json.dumps(CALL[1])
+ONE, NOW = f'{{"name": "weather", "arguments": {ARGUMENTS}}}', '{"name": "now", "arguments": {}}'
 TAGGED = """<tool_call>
 <function=weather>
 <parameter=city>
@@ -35,23 +36,33 @@ GLM = """<tool_call>weather
 <arg_key>tags</arg_key>
 <arg_value>["a", {"b": null}]</arg_value>
 </tool_call>"""
-GOLDEN = [  # form, text, content, calls
-    ("hermes", f'Let me see.\n<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>', "Let me see.", [CALL]),
-    ("hermes", '<tool_call>{"arguments": {}, "name": "now"}</tool_call>\n<tool_call>{"name": "now"}</tool_call>', "", ["now"] * 2),
-    ("hermes", f'<tool_call>[{{"name": "weather", "arguments": {ARGUMENTS}}}, {{"name": "now"}}]</tool_call>', "", [CALL, "now"]),
-    ("hermes", f'<tool_call>{{"name": "weather", "arguments": {ARGUMENTS}</tool_call> Done.', "Done.", [CALL]),
+GOLDEN = [  # the form, text, content, calls
+    ("hermes", f"Let me see.\n<tool_call>\n{ONE}\n</tool_call>", "Let me see.", [CALL]),
+    (
+        "hermes",
+        '<tool_call>{"arguments": {}, "name": "now"}</tool_call>\n<tool_call>{"name": "now"}</tool_call>',
+        "",
+        ["now"] * 2,
+    ),
+    ("hermes", f"<tool_call>[{ONE}, {NOW}]</tool_call>", "", [CALL, "now"]),
+    ("hermes", f"<tool_call>{ONE[:-1]}</tool_call> Done.", "Done.", [CALL]),
     ("hermes", f'<tool_call>{{"name": "weather", "arguments": {json.dumps(ARGUMENTS)}}}</tool_call>', "", [CALL]),
     ("hermes", f'<tool_call>{{"name": "weather", "arguments": {ARGUMENTS}, "id": {{"a": 1}}}}', "", [CALL]),
     ("qwen3_coder", "I look.\n\n" + TAGGED, "I look.", [CALL]),
     ("qwen3_coder", TAGGED + "\n" + "<tool_call>\n<function=now>\n</function>\n</tool_call>", "", [CALL, "now"]),
     ("glm", "\nI look.\n" + GLM, "\nI look.", [CALL]),
     ("glm", GLM.replace(">\n<", "><") + "<tool_call>now</tool_call>", "", [CALL, "now"]),
-    ("llama3", f'{{"name": "weather", "parameters": {ARGUMENTS}}}', "", [CALL]),
-    ("llama3", f'{{"type": "function", "name": "weather", "parameters": {ARGUMENTS}}}; {{"name": "now", "parameters": {{}}}}', "", [CALL, "now"]),
-    ("mistral", f'[TOOL_CALLS][{{"name": "weather", "arguments": {ARGUMENTS}}}, {{"name": "now", "arguments": {{}}}}]', "", [CALL, "now"]),
-    ("mistral", f"I look.[TOOL_CALLS]weather[ARGS]{ARGUMENTS}[TOOL_CALLS]now[CALL_ID]123456789[ARGS]{{}}", "I look.", [CALL, "now"]),
+    ("llama3", ONE.replace("arguments", "parameters"), "", [CALL]),
+    ("llama3", '{"type": "function", ' + f"{ONE[1:]}; {NOW}", "", [CALL, "now"]),
+    ("mistral", f"[TOOL_CALLS][{ONE}, {NOW}]", "", [CALL, "now"]),
+    (
+        "mistral",
+        f"I look.[TOOL_CALLS]weather[ARGS]{ARGUMENTS}[TOOL_CALLS]now[CALL_ID]123456789[ARGS]{{}}",
+        "I look.",
+        [CALL, "now"],
+    ),
     ("mistral", f"[TOOL_CALLS]weather{ARGUMENTS}", "", [CALL]),
-]  # fmt: skip
+]
 TEXTS = [  # that look like calls, and are none
     ("hermes", "<tool_call>{weather}</tool_call>"),
     ("hermes", "<tool_call>weather(3)</tool_call> and more  "),

@@ -101,7 +101,14 @@ def test_a_call_is_apart_from_content_and_reasoning(scripted):
 
 
 def test_a_stream_of_calls_adds_up_to_the_whole_response(scripted):
-    for text in (f"So:\n{CALL} \n{CALL}", CALL, f"<think>hm</think>\n\n{CALL}", f"{CALL} Done.", CALL[:-30], "No <tool_call>{call}"):
+    for text in (
+        f"So:\n{CALL} \n{CALL}",
+        CALL,
+        f"<think>hm</think>\n\n{CALL}",
+        f"{CALL} Done.",
+        CALL[:-30],
+        "No <tool_call>{call}",
+    ):
         scripted.text = text
         whole = post(scripted, BODY | {"n": 2}, CHATS).json()["choices"][1]
         choices = [one for one in chunks_of(post(scripted, BODY | {"n": 2, "stream": True}, CHATS)) if one["index"] == 1]
@@ -169,7 +176,11 @@ def test_what_is_no_tool_is_refused_by_name(scripted):
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "tool_calls", "function"),
         ({"messages": [{"role": "assistant", "content": None}]}, "messages", "content"),
         ({"messages": [{"role": "boss", "content": "a"}]}, "messages", "'boss'"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]}, "messages", "image_url"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]},
+            "messages",
+            "image_url",
+        ),
     ]:
         error = post(scripted, BODY | fields, CHATS).json()["error"]
         assert error["param"] == param, error
