@@ -355,13 +355,15 @@ def make_turn(
         rule = "{field} is the conversation's own with previous_response_id; got another one, {got}. Leave it out."
         raise InputError(rule, field="cache_salt", code="conflict", got=shown(fields.cache_salt))
     new = encoder.encode_after(history, fields.messages, int(row.transcript.tokens[-1]), **fields.template)
+    sampling = fields.sampling(model)
     request_options = RequestOptions(
-        sampling=fields.sampling(model),
+        sampling=sampling,
         max_new_tokens=fields.limit,
         stop_ids=fields.stop_ids(model),
         stop_strings=fields.stop_strings,
         prompt_piece=fields.prompt_piece,
-        model_logprobs=fields.model_logprobs,
+        **fields.returned(sampling),
+        **fields.excluded,
     )
     request = turns.next_request(model, row, new, request_options, fields.store)
     thinks = ends_in_thinking(model, request.prompt)
@@ -385,16 +387,18 @@ def make_job(
         prompts = encoder.encode(fields.prompt)
     groups: list[list[Request]] = []
     if fields.limit != 0:
+        sampling = fields.sampling(model)
         request_options = RequestOptions(
             policy=policy_of(fields, options),
-            sampling=fields.sampling(model),
+            sampling=sampling,
             max_new_tokens=fields.limit,
             n=fields.n,
             stop_ids=fields.stop_ids(model),
             stop_strings=fields.stop_strings,
             cache_salt=fields.cache_salt or "",
             prompt_piece=fields.prompt_piece,
-            model_logprobs=fields.model_logprobs,
+            **fields.returned(sampling),
+            **fields.excluded,
         )
         made = make_requests(model, prompts, request_options, kv_format=kv_format)
         keep = isinstance(fields, ChatFields) and fields.store

@@ -16,7 +16,7 @@ from jkv.checks import MOST_SHOWN, check_length, did_you_mean, out_of_range, sho
 from jkv.errors import InputError
 from jkv.eviction import Policy
 from jkv.model.params import Model
-from jkv.model.sampling import SAMPLING_FIELDS, Sampling
+from jkv.model.sampling import MOST_TOP, SAMPLING_FIELDS, Sampling
 from jkv.policies import POLICIES, make
 from jkv.policies.own import is_own
 from jkv.serving.errors import NAMES
@@ -43,11 +43,8 @@ REFUSED: dict[str, tuple[Any, str]] = {  # they would change a completion: the v
     "tools": ([], "only chats call tools"),
     "use_beam_search": (False, "tokens are drawn"),
     "web_search_options": (None, "nothing is searched"),
-    "logit_bias": ({}, "the engine adds nothing to single logits"),
-    "min_tokens": (0, "the engine has no least length"),
-    "bad_words": ([], "the engine excludes no tokens"),
-    "allowed_token_ids": ([], "the engine excludes no tokens"),
-    "prompt_logprobs": (None, "echo has them"),
+    "bad_words": ([], "no sequences of tokens are excluded; logit_bias of -100 excludes single ones"),
+    "prompt_logprobs": (None, "a completion with echo and logprobs has them"),
 }
 LONGEST_NUMBER = 100  # characters of one that comes as a text
 LIKE = 0.9  # how like a known name an unknown one is that is taken for a mistake, of at most 1
@@ -59,7 +56,7 @@ TOOL_CHOICES = ("auto", "none")
 LIMITS = ("max_tokens", "max_completion_tokens")
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"  # vLLM's names of distributions: the model's own, and what is drawn from
-MOST_TOP = 1  # of most likely tokens: the engine computes the drawn token's log-probability alone
+MOST_SCORED = 1  # of most likely tokens of an echoed prompt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,6 +163,9 @@ class Fields(Body):
       return_token_ids: whether the response has token ids.
       logprobs_mode: under which distribution log-probabilities are: RAW is the model's own, at temperature 1 and without
         penalties and cuts; PROCESSED is the one that tokens are drawn from.
+      logit_bias: what is added to the logits of tokens, whose ids are texts in JSON.
+      allowed_token_ids: the only tokens that may be drawn.
+      min_tokens: tokens before the completion may end by a token.
       kv_dtype: the pool's format, if it is named: all requests share one pool.
       cache_salt: requests share pages of the prefix cache with those of the same salt alone.
       prompt_piece: tokens of a prompt that are prefilled before its first compaction; None is all.
@@ -191,6 +191,9 @@ class Fields(Body):
     stream_options: dict[str, Any] | None = None
     return_token_ids: bool = False
     logprobs_mode: str = RAW
+    logit_bias: dict[str, Any] | None = None
+    allowed_token_ids: list[Any] | None = None
+    min_tokens: int = 0
     request_id: str | None = None
     cache_salt: str | None = None
     prompt_piece: int | None = None
@@ -261,6 +264,16 @@ class Fields(Body):
         """Whether it has those under the model's own distribution."""
         return self.has_logprobs and self.logprobs_mode == RAW
 
+    def returned(self, sampling: Sampling) -> dict[str, Any]:
+        """What the engine returns of each token, as `RequestOptions` have it; a single most likely token may be the drawn one."""
+        count = self.top[1] or 0
+        return {"model_logprobs": self.model_logprobs, "top_logprobs": count * (count > 1 or not self.draws_best(sampling))}
+
+    @property
+    def excluded(self) -> dict[str, Any]:
+        """What changes the logits of single tokens, as `RequestOptions` have it."""
+        return {"logit_bias": self.biases, "allowed_token_ids": self.allowed_token_ids or None, "min_tokens": self.min_tokens}
+
     @property
     def limit_name(self) -> str:
         """The field that is the limit of new tokens."""
@@ -275,19 +288,37 @@ class Fields(Body):
         """The model's own sampling, greedy where it has none, with what the request changes.
 
         Raises:
-          ValueError: a value out of its range, or most likely tokens of draws, which the engine does not compute.
+          ValueError: a value out of its range, or most likely tokens of another distribution than the model's own.
         """
         given = {name: getattr(self, name) for name in SAMPLING_FIELDS if getattr(self, name) is not None}
         given |= {} if self.seed is None else {"seed": seed_of(self.seed)}
         sampling = dataclasses.replace(model.sampling or Sampling(temperature=0.0), **given)
-        check_top(*self.top, sampling.temperature)
-        if self.top[1] and self.model_logprobs and sampling.penalises:
+        name, count = self.top
+        if count and not self.model_logprobs and not self.draws_best(sampling):
             rule = (
-                "{field} must be 0 with penalties, which choose another token than the most likely one of the model's own "
-                "distribution; got {got}. Ask for none, or for logprobs_mode={mode}."
+                "{field} are of the model's own distribution; got {got} with logprobs_mode={mode}, here another. Leave out one."
             )
-            raise InputError(rule, field=self.top[0], code="unsupported", got=shown(self.top[1]), mode=PROCESSED)
+            raise InputError(rule, field=name, code="conflict", got=shown(count), mode=PROCESSED)
         return sampling
+
+    def draws_best(self, sampling: Sampling) -> bool:
+        """Whether each drawn token is the most likely one of the model's own distribution."""
+        return sampling.temperature == 0 and not (sampling.penalises or any(self.excluded.values()))
+
+    @property
+    def biases(self) -> dict[int, Any] | None:
+        """What is added to the logits of tokens.
+
+        Raises:
+          InputError: a token that is no number, or two that are the same.
+        """
+        found: dict[int, Any] = {}
+        for name, value in (self.logit_bias or {}).items():
+            if not (name.isdecimal() and name.isascii()) or int(name) in found:
+                rule = '{field} must be an object of token ids and biases, such as {{"50256": -100}}; got {got}.'
+                raise InputError(rule, field="logit_bias", code="wrong_type", got=shown(name))
+            found[int(name)] = lenient(value, float)
+        return found or None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -366,7 +397,7 @@ class CompletionFields(Fields):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_top(*self.top)
+        check_top(*self.top, most=MOST_SCORED if self.echo else MOST_TOP)
         if self.max_tokens == 0 and not self.echo:
             raise out_of_range("max_tokens", "be at least 1, or 0 with echo=true", 0)
         if self.echo and self.stream and self.logprobs is not None:
@@ -403,19 +434,10 @@ def seed_of(seed: int) -> int | None:
     return None if seed == -1 else int.from_bytes(digest, "little")
 
 
-def check_top(name: str, count: int | None, temperature: float = 0.0) -> None:
-    """Refuses most likely tokens that the engine does not compute: it has the drawn one, the first where it is greedy.
-
-    Raises:
-      ValueError: another count than 0 or 1, or 1 at another temperature than 0.
-    """
-    if count and not (0 < count <= MOST_TOP and temperature == 0):
-        at = f" at temperature {temperature:g}" * (temperature != 0)
-        rule = (
-            "{field} must be 0, or 1 at temperature 0: the engine computes the log-probability of the drawn token alone, which "
-            "is then the most likely one; got {got}. Ask for fewer, or lower the temperature to 0."
-        )
-        raise InputError(rule, field=name, code="unsupported", got=shown(count) + at)
+def check_top(name: str, count: int | None, most: int = MOST_TOP) -> None:
+    """Refuses more most likely tokens of a place than there may be."""
+    if count is not None and not 0 <= count <= most:
+        raise out_of_range(name, f"lie in [0, {most}]" + (", with echo" if most < MOST_TOP else ""), count)
 
 
 def parse(text: bytes) -> dict[str, Any]:

@@ -5,7 +5,7 @@ in `jkv.serving.streaming`.
 import dataclasses
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jkv.checks import described
@@ -231,26 +231,36 @@ def reasoning_fields(reasoning: str) -> dict[str, str]:
     return {"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else {}
 
 
-def chat_log_probs(reader: PartReader, tokens: Sequence[int], log_probs: Sequence[float], top: int | None) -> dict[str, Any]:
-    """Log-probabilities of a chat's tokens; `top` is of greedy draws alone, where the most likely token is the drawn one."""
+class Likely(NamedTuple):
+    """How likely a token is, and the most likely ones in its place, best first."""
+
+    log_prob: float
+    best: Mapping[int, float]
+
+
+def likely_of(
+    fields: Fields, tokens: Sequence[int], log_probs: Sequence[float], top: Sequence[Mapping[int, float]]
+) -> list[Likely | None]:
+    """How likely drawn tokens are; without `top`, the drawn tokens are the most likely ones, if these are asked for."""
+    if fields.top[1] and not top:
+        top = [{token: log_prob} for token, log_prob in zip(tokens, log_probs, strict=True)]
+    return [Likely(log_prob, best) for log_prob, best in zip(log_probs, top or [{}] * len(log_probs), strict=True)]
+
+
+def chat_log_probs(reader: PartReader, tokens: Sequence[int], likely: Sequence[Likely | None]) -> dict[str, Any]:
+    """Log-probabilities of a chat's tokens, with the most likely tokens of each place."""
     content = []
-    for part, log_prob in zip(reader.read(tokens), log_probs, strict=True):
-        one = {"token": part.name, "logprob": log_prob, "bytes": list(part.value)}
-        content.append({**one, "top_logprobs": [one] if top else []})
+    for token, one in zip(tokens, likely, strict=True):
+        assert one is not None
+        top = [shown_token(*reader.other(other), log_prob) for other, log_prob in one.best.items()]
+        (part,) = reader.read([token])
+        content.append({**shown_token(part.name, part.value, one.log_prob), "top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
-class Likely(NamedTuple):
-    """How likely a token is, and which one is most likely in its place."""
-
-    log_prob: float
-    best: int
-    best_log_prob: float
-
-
-def drawn(tokens: Sequence[int], log_probs: Sequence[float]) -> list["Likely | None"]:
-    """How likely drawn tokens are; they count as the most likely ones, which is asked for at temperature 0 alone."""
-    return [Likely(log_prob, token, log_prob) for token, log_prob in zip(tokens, log_probs, strict=True)]
+def shown_token(name: str, value: bytes, log_prob: float) -> dict[str, Any]:
+    """A token with its log-probability."""
+    return {"token": name, "logprob": log_prob, "bytes": list(value)}
 
 
 def text_log_probs(
@@ -258,11 +268,11 @@ def text_log_probs(
 ) -> dict[str, Any]:
     """Log-probabilities of a text's tokens, None for one without a predecessor; offsets count the text's characters.
 
-    With `top`, also the most likely token of each place, beside the text's own.
+    With `top`, also the most likely tokens of each place, beside the text's own.
     """
     parts, best = [], []
     for token, one in zip(tokens, likely, strict=True):
-        names = [] if one is None or one.best == token else [(reader.name(one.best), one.best_log_prob)]
+        names = [] if one is None else [(reader.other(other)[0], log_prob) for other, log_prob in one.best.items()]
         parts += reader.read([token])
         best.append(one and dict([*names, (parts[-1].name, one.log_prob)]))
     return {
@@ -347,13 +357,13 @@ def whole(
 def chat_choice(model: Model, head: Head, fields: ChatFields, result: Result, sample: int, job: Job) -> dict[str, Any]:
     """A completion of a chat."""
     assert result.text is not None
-    tokens, log_probs = drawn_of(result, sample, fields)
+    tokens, likely = drawn_of(result, sample, fields)
     reader = PartReader(model.tokenizer, completion_decoder(model.tokenizer))
     answer = AnswerReader(marks_of(model.tokenizer), job.thinks, job.calls)
     return {
         "index": 0,
         "message": message_of(result.text[sample], answer, fields.include_reasoning),
-        "logprobs": chat_log_probs(reader, tokens, log_probs, fields.top_logprobs) if fields.logprobs else None,
+        "logprobs": chat_log_probs(reader, tokens, likely) if fields.logprobs else None,
         "finish_reason": answer.reason(head.reason(result.finish_reason[sample])),
         **({"token_ids": tokens} if fields.return_token_ids else {}),
     }
@@ -373,12 +383,12 @@ def text_choices(
         result = results[i] if results else None
         echoed = decoder_of(model.tokenizer)(prompt.tolist()) if fields.echo else ""
         for sample in range(fields.n):
-            tokens, log_probs = ([], []) if result is None else drawn_of(result, sample, fields)
+            tokens, likely = ([], []) if result is None else drawn_of(result, sample, fields)
             text = "" if result is None or result.text is None else result.text[sample]
             record = None
             if fields.logprobs is not None:
                 reader = PartReader(model.tokenizer, completion_decoder(model.tokenizer), len(echoed))
-                record = text_log_probs(reader, tokens, drawn(tokens, log_probs), fields.logprobs)
+                record = text_log_probs(reader, tokens, likely, fields.logprobs)
             if scores is not None and record is not None:
                 reader = PartReader(model.tokenizer, decoder_of(model.tokenizer))
                 record = joined(text_log_probs(reader, prompt.tolist(), scores[i], fields.logprobs), record)
@@ -388,13 +398,13 @@ def text_choices(
     return choices
 
 
-def drawn_of(result: Result, sample: int, fields: Fields) -> tuple[list[int], list[float]]:
-    """A sample's tokens and their log-probabilities, under the distribution that was asked for."""
+def drawn_of(result: Result, sample: int, fields: Fields) -> tuple[list[int], list[Likely | None]]:
+    """A sample's tokens and how likely they are, under the distribution that was asked for."""
     tokens, log_probs = tokens_of(result, sample)
     if fields.model_logprobs:
         assert result.model_logprobs is not None
         log_probs = result.model_logprobs[sample, : len(tokens)].tolist()
-    return tokens, log_probs
+    return tokens, likely_of(fields, tokens, log_probs, [] if result.top_logprobs is None else result.top_logprobs[sample])
 
 
 def tokens_of(result: Result, sample: int) -> tuple[list[int], list[float]]:

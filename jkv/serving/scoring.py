@@ -12,7 +12,7 @@ import numpy as np
 from jkv.model.params import Model
 from jkv.replay.score import greedy_choices, round_up, score
 from jkv.serving.errors import RefusalError
-from jkv.serving.responses import Likely, drawn
+from jkv.serving.responses import Likely
 
 
 class PromptScorer:
@@ -52,13 +52,13 @@ class PromptScorer:
 
 
 def likely_tokens(model: Model, prompt: np.ndarray, has_best: bool) -> list[Likely]:
-    """How likely each token of a prompt is, from the second on. Without `has_best`, each counts as its place's best."""
+    """How likely each token of a prompt is, from the second on. With `has_best`, also the best of its place."""
     count = len(prompt) - 1
     tokens = prompt[None, 1:].astype(np.int32)
     log_probs = np.asarray(score(model, tokens, prompts=[prompt[:1]], lengths=[count]).logprobs)[0, :count].tolist()
     if not has_best:
-        return [one for one in drawn(tokens[0].tolist(), log_probs) if one]
+        return [Likely(log_prob, {}) for log_prob in log_probs]
     padded = np.zeros((1, round_up(len(prompt))), np.int32)
     padded[0, : len(prompt)] = prompt
     choice, best = (np.asarray(x)[0, 1 : len(prompt)].tolist() for x in greedy_choices(model.params, padded))
-    return [Likely(*one) for one in zip(log_probs, choice, best, strict=True)]
+    return [Likely(log_prob, {token: most}) for log_prob, token, most in zip(log_probs, choice, best, strict=True)]

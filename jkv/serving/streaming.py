@@ -23,11 +23,12 @@ from jkv.serving.responses import (
     FAILURES,
     AnswerReader,
     Head,
+    Likely,
     chat_log_probs,
     counts,
     describe_failure,
-    drawn,
     held_tokens,
+    likely_of,
     reasoning_fields,
     text_log_probs,
     usage_of,
@@ -160,9 +161,7 @@ class ChatChunks:
         delta |= ({"content": content} if content else {}) | ({"tool_calls": answer.tool_calls(pieces)} if pieces else {})
         more: dict[str, Any] = {"token_ids": event.tokens} if fields.return_token_ids else {}
         if fields.logprobs and event.tokens:
-            more["logprobs"] = chat_log_probs(
-                self.readers[index], event.tokens, log_probs_of(event, fields), fields.top_logprobs
-            )
+            more["logprobs"] = chat_log_probs(self.readers[index], event.tokens, likely_in(event, fields))
         chunks = [choice(index, delta=delta, **more)] if delta or (more and event.tokens) else []
         if event.finish_reason:
             chunks.append(choice(index, answer.reason(self.head.reason(event.finish_reason)), delta={}))
@@ -192,8 +191,7 @@ class TextChunks:
         fields, text = self.fields, event.text or ""
         log_probs = None
         if fields.logprobs is not None:
-            likely = drawn(event.tokens, log_probs_of(event, fields))
-            log_probs = text_log_probs(self.readers[index], event.tokens, likely, fields.logprobs)
+            log_probs = text_log_probs(self.readers[index], event.tokens, likely_in(event, fields), fields.logprobs)
         more = {"token_ids": event.tokens} if fields.return_token_ids else {}
         return [choice(index, self.head.reason(event.finish_reason), text=text, logprobs=log_probs, **more)]
 
@@ -203,9 +201,10 @@ def make_chunks(model: Model, head: Head, job: Job) -> ChatChunks | TextChunks:
     return ChatChunks(model, head, job) if isinstance(job.fields, ChatFields) else TextChunks(model, head, job)
 
 
-def log_probs_of(event: Event, fields: Fields) -> list[float]:
-    """The log-probabilities of an event's tokens, under the distribution that was asked for."""
-    return event.model_logprobs if fields.model_logprobs else event.logprobs
+def likely_in(event: Event, fields: Fields) -> list[Likely | None]:
+    """How likely an event's tokens are, under the distribution that was asked for."""
+    log_probs = event.model_logprobs if fields.model_logprobs else event.logprobs
+    return likely_of(fields, event.tokens, log_probs, event.top_logprobs)
 
 
 def choice(index: int, reason: str | None = None, **fields: Any) -> dict[str, Any]:

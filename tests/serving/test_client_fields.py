@@ -36,8 +36,7 @@ PARAMS = [  # what is wrong, and the field that the error names
     ({"interval": "often"}, "interval"),
     ({"store": True}, "store"),
     ({"best_of": 2}, "best_of"),
-    ({"logprobs": 2}, "logprobs"),
-    ({"logprobs": 1, "temperature": 1.0}, "logprobs"),
+    ({"logprobs": 21}, "logprobs"),
     ({"skip_special_tokens": False}, "skip_special_tokens"),
     ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
     ({"modalities": ["audio"]}, "modalities"),
@@ -48,7 +47,7 @@ CHAT_PARAMS = [
     ({"max_completion_tokens": -2}, "max_completion_tokens"),
     ({"think": "maybe"}, "think"),
     ({"top_logprobs": 1}, "top_logprobs"),
-    ({"logprobs": True, "top_logprobs": 1, "temperature": 1.0}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     *(({"chat_template_kwargs": {name: []}}, "chat_template_kwargs") for name in ("messages", "self", "tools", "conversation")),
     *(({"chat_template_kwargs": {name: 1}}, "chat_template_kwargs") for name in ("chat_template", "continue_final_message")),
 ]

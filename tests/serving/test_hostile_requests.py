@@ -72,9 +72,9 @@ BAD = [
     ("stop", TEXT | {"stop": [""]}, 400, "not empty"),
     ("stop ids", TEXT | {"stop_token_ids": list(range(20))}, 400, "stop_token_ids must be at most"),
     ("max_tokens", TEXT | {"max_tokens": 0}, 400, "max_tokens must be at least 1"),
-    ("logprobs", TEXT | {"logprobs": 5}, 400, "drawn token alone"),
-    ("min_tokens", TEXT | {"min_tokens": 5}, 400, "no least length"),
-    ("logit_bias", TEXT | {"logit_bias": {"5": 3}}, 400, "single logits"),
+    ("logprobs", TEXT | {"logprobs": 21}, 400, "logprobs must lie in [0, 20]"),
+    ("min_tokens", TEXT | {"min_tokens": 49}, 400, "min_tokens must be at most"),
+    ("logit_bias", TEXT | {"logit_bias": {"5": 101}}, 400, "logit_bias must lie in [-100, 100]"),
     ("unknown", TEXT | {"temprature": 1}, 400, "Did you mean temperature?"),
     ("policy", TEXT | {"policy": "rkv"}, 400, "Did you mean r_kv?"),
     ("budget", TEXT | {"policy": "r_kv"}, 400, "r_kv needs budget="),
@@ -90,7 +90,7 @@ BAD_CHATS = [
     ("image", CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "must be texts"),
     ("tools", CHAT | {"tools": [{"type": "function"}]}, 400, "must be functions"),
     ("json", CHAT | {"response_format": {"type": "json_object"}}, 400, "constrains no text"),
-    ("top_logprobs", CHAT | {"logprobs": True, "top_logprobs": 3}, 400, "drawn token alone"),
+    ("top_logprobs", CHAT | {"logprobs": True, "top_logprobs": 21}, 400, "must lie in [0, 20]"),
     ("template", CHAT | {"chat_template_kwargs": {"conversations": 1}}, 400, ""),
 ]
 
