@@ -271,9 +271,9 @@ def top_log_probs(
     count = min(MOST_TOP, logits.shape[-1])
 
     def find(logits: Float[Array, "*B V"]) -> tuple[Int[Array, "*B top"], Float[Array, "*B top"]]:
-        best, token = jax.lax.top_k(logits.astype(jnp.float32), count)
-        total = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1, keepdims=True)
-        return token.astype(jnp.int32), best - total
+        below = logits.astype(jnp.float32) - logits.max(axis=-1, keepdims=True).astype(jnp.float32)
+        best, token = jax.lax.top_k(below, count)
+        return token.astype(jnp.int32), best - jnp.log(jnp.exp(below).sum(axis=-1, keepdims=True))  # as `own_log_prob` has it
 
     def leave_out(logits: Float[Array, "*B V"]) -> tuple[Int[Array, "*B top"], Float[Array, "*B top"]]:
         shape = *logits.shape[:-1], count

@@ -1,5 +1,6 @@
 """Errors in OpenAI's shape, with the names that clients have for the engine's arguments."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -89,6 +90,18 @@ def too_long(error: InputError, names: Mapping[str, str]) -> str:
     return f"This model's maximum context length is {most} tokens. However, {begin}. Shorten the prompt, or lower {field}."
 
 
+def without_folders(message: str) -> str:
+    """A message in which absolute paths of files are names alone: clients need not know where the server keeps them.
+
+    Paths of endpoints stay.
+
+    >>> without_folders("/srv/models/config.json is damaged, and '/srv/my models/x'. Use /v1/completions or /generate.")
+    "config.json is damaged, and 'x'. Use /v1/completions or /generate."
+    """
+    message = re.sub(r"""(['"])(?:/|[A-Za-z]:\\)(?!v1/)[^'"\n]*[/\\]([^'"/\\\n]*)\1""", r"\1\2\1", message)
+    return re.sub(r"""(?<![\w/:.])(?:/(?!v1/)|\b[A-Za-z]:\\)(?:[^/\\\s'"]+[/\\])+""", "", message)
+
+
 def error_body(status: int, message: str, param: str | None = None, code: str = "") -> dict[str, Any]:
     """The body of an error response.
 
@@ -96,4 +109,11 @@ def error_body(status: int, message: str, param: str | None = None, code: str = 
     'invalid_request_error'
     """
     kind = KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code or CODES.get(status, "server_error")}}
+    return {
+        "error": {
+            "message": without_folders(message),
+            "type": kind,
+            "param": param,
+            "code": code or CODES.get(status, "server_error"),
+        }
+    }

@@ -265,7 +265,7 @@ class Fields(Body):
         return self.has_logprobs and self.logprobs_mode == RAW
 
     def returned(self, sampling: Sampling) -> dict[str, Any]:
-        """What the engine returns of each token, as `RequestOptions` have it; a single most likely token may be the drawn one."""
+        """What the engine returns of each token, as `RequestOptions` have it; the drawn one may be the most likely one."""
         count = self.top[1] or 0
         return {"model_logprobs": self.model_logprobs, "top_logprobs": count * (count > 1 or not self.draws_best(sampling))}
 
@@ -295,9 +295,7 @@ class Fields(Body):
         sampling = dataclasses.replace(model.sampling or Sampling(temperature=0.0), **given)
         name, count = self.top
         if count and not self.model_logprobs and not self.draws_best(sampling):
-            rule = (
-                "{field} are of the model's own distribution; got {got} with logprobs_mode={mode}, here another. Leave out one."
-            )
+            rule = "{field} are of the model's own distribution; got {got} with {mode}, which are of another. Leave out one."
             raise InputError(rule, field=name, code="conflict", got=shown(count), mode=PROCESSED)
         return sampling
 

@@ -186,7 +186,7 @@ class Trainer:
             raise InputError(rule, field="model_path", code="not_found", error=str(error)) from None
 
     def routes(self) -> list[Route]:
-        """All of them, each behind the server's key."""
+        """All of them, each behind the trainer's key."""
         posts: dict[str, Endpoint] = {
             "/generate": self.generate,
             "/pause": self.pause,
@@ -195,8 +195,11 @@ class Trainer:
         }
         gets: dict[str, Endpoint] = {"/is_paused": self.is_paused, "/weights_version": self.weights_version}
         return [
-            *(Route(path, self.server.guarded(of_no_page(one)), methods=["POST"]) for path, one in posts.items()),
-            *(Route(path, self.server.guarded(of_no_page(one))) for path, one in gets.items()),
+            *(
+                Route(path, self.server.guarded(of_no_page(one), is_trainer=True), methods=["POST"])
+                for path, one in posts.items()
+            ),
+            *(Route(path, self.server.guarded(of_no_page(one), is_trainer=True)) for path, one in gets.items()),
         ]
 
 
