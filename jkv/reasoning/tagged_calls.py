@@ -2,11 +2,12 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from jkv.reasoning.token_text import num_certain
 
+PYTHON = {"True": "true", "False": "false", "None": "null"}
 LONGEST_TAG = 200  # characters, more than any pattern matches
 
 
@@ -89,8 +90,13 @@ class TaggedCallReader:
         self._place = "name"  # then "members"; "padding" before a value, and "value"
         self._text = ""  # that is not read yet
         self._found = ""  # the name of a call that is not certain yet
-        self._is_text = False  # whether the value in progress is a text for sure, of which a part may be passed on
+        self._types: set[str] = set()  # of the value in progress
         self._num_members = 0
+
+    @property
+    def _is_text(self) -> bool:
+        """Whether the value in progress is a text for sure, of which a part may be passed on."""
+        return self._types == {"string"}
 
     def push(self, text: str) -> str:
         """Adds text. Returns what is certain of the arguments."""
@@ -131,7 +137,7 @@ class TaggedCallReader:
             place = "padding" if self.tags.is_padded else "value"
             self._place, self._text, self.name = place, bare[match.end() :], self._found
             self._num_members += 1
-            self._is_text = is_text(self.functions.get(self.name), match[1])
+            self._types = types_of(self.functions.get(self.name), match[1])
             begin = "{" if self._num_members == 1 else ", "
             return f"{begin}{json.dumps(match[1], ensure_ascii=False)}: " + '"' * self._is_text
         if match := self.tags.call_end.pattern.match(bare):
@@ -158,7 +164,7 @@ class TaggedCallReader:
         if mark:
             self._place, self._text = "members", after
             value = value.removesuffix("\n") if self.tags.is_padded else value
-            return escaped(value) + '"' if self._is_text else as_json(value)
+            return escaped(value) + '"' if self._is_text else as_json(value, self._types)
         if not self._is_text:
             return ""
         held = len(self._text) - num_certain(self._text, [self.tags.value_end])
@@ -169,32 +175,50 @@ class TaggedCallReader:
         return escaped(certain)
 
 
-def is_text(schema: Any, key: str) -> bool:
-    """Whether a function's schema asks for a text, and nothing else, as an argument."""
+def types_of(schema: Any, key: str) -> set[str]:
+    """The types that a function's schema allows as an argument; empty where it does not say.
+
+    >>> sorted(types_of({"properties": {"x": {"anyOf": [{"type": "string"}, {"type": "null"}]}}}, "x"))
+    ['null', 'string']
+    """
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    found = properties.get(key) if isinstance(properties, Mapping) else None
-    if not isinstance(found, Mapping):
-        return False
-    choices = found.get("enum")
-    is_choice = isinstance(choices, list) and bool(choices) and all(isinstance(one, str) for one in choices)
-    return found.get("type") == "string" or ("type" not in found and is_choice)
+    field = properties.get(key) if isinstance(properties, Mapping) else None
+    found: set[str] = set()
+    for one in (field, *(part for name in ("anyOf", "oneOf") for part in listed(field, name))):
+        kind = one.get("type") if isinstance(one, Mapping) else None
+        found.update([kind] if isinstance(kind, str) else filter(lambda kind: isinstance(kind, str), listed(one, "type")))
+        choices = listed(one, "enum")
+        if kind is None and choices and all(isinstance(choice, str) for choice in choices):
+            found.add("string")
+    return found
 
 
-def as_json(value: str) -> str:
-    """A value as JSON: itself where it is JSON, else a text.
+def listed(field: Any, name: str) -> list[Any]:
+    """The list of a schema's field; empty if it has none."""
+    found = field.get(name) if isinstance(field, Mapping) else None
+    return found if isinstance(found, list) else []
 
-    >>> as_json("3"), as_json("Paris"), as_json("NaN")
-    ('3', '"Paris"', '"NaN"')
+
+def as_json(value: str, types: Collection[str] = ()) -> str:
+    """A value as JSON, of one of the types if there are any: itself where it is JSON and need not be a text, else a text.
+
+    Python's names for true, false and null, which templates write, become JSON's.
+
+    >>> as_json("3"), as_json("True"), as_json("Paris"), as_json("NaN"), as_json("3", ["string", "null"])
+    ('3', 'true', '"Paris"', '"NaN"', '"3"')
     """
 
     def refuse(name: str) -> Any:  # a number that JSON has not
         raise ValueError(name)
 
+    text = PYTHON.get(value.strip(), value.strip())
     try:
-        json.loads(value, parse_constant=refuse)
+        if "string" in types and not (text == "null" and "null" in types):
+            raise ValueError(text)
+        json.loads(text, parse_constant=refuse)
     except (ValueError, RecursionError):
         return json.dumps(value, ensure_ascii=False)
-    return value.strip()
+    return text
 
 
 def escaped(text: str) -> str:

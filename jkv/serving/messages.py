@@ -81,7 +81,13 @@ def part_text(part: Any) -> str:
 
 
 def plain_call(call: Any) -> dict[str, Any]:
-    """A tool call with its arguments as an object; as a text where they are not JSON, which models write too."""
+    """A tool call with its arguments as an object, as templates read them.
+
+    Arguments that are no JSON object, which models write too, are a text in an object.
+
+    >>> plain_call({"function": {"name": "f", "arguments": "{1"}})
+    {'type': 'function', 'function': {'name': 'f', 'arguments': {'invalid_json': '{1'}}}
+    """
     function = call.get("function") if isinstance(call, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(name, str):
@@ -95,7 +101,7 @@ def plain_call(call: Any) -> dict[str, Any]:
             parsed = json.loads(given)
         except (ValueError, RecursionError):
             parsed = None
-        given = parsed if isinstance(parsed, dict) else given
+        given = parsed if isinstance(parsed, dict) else {"invalid_json": given}
     elif not isinstance(given, dict):
         rule = "The arguments of a call must be an object as JSON; got {got}."
         raise InputError(rule, field="tool_calls", code="wrong_type", got=shown(given))

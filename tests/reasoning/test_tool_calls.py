@@ -117,6 +117,20 @@ def test_calls_are_found_in_the_golden_texts_of_each_form(form):
         assert read(form, text, has_many=False) == (content, found[1][:1])
 
 
+def test_values_between_tags_have_the_types_of_the_schema():
+    fields = {"a": "string", "b": "integer", "c": ["string", "null"], "e": "boolean", "f": "number", "g": "object"}
+    schema = {"properties": {name: {"type": kind} for name, kind in fields.items()}}
+    schema["properties"] |= {"d": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "h": {"enum": ["1", "2"]}}
+    values = {"a": "3", "b": "3", "c": "3", "d": "None", "e": "True", "f": "NaN", "g": "{}", "h": "1", "i": "3", "j": "x"}
+    text = "<tool_call>f" + "".join(
+        f"<arg_key>{name}</arg_key><arg_value>{value}</arg_value>" for name, value in values.items()
+    )
+    splitter = CallSplitter(FORMS["glm"], {"f": schema})
+    (call,) = splitter.push(text + "</tool_call>")[1]
+    wanted = {"a": "3", "b": 3, "c": "3", "d": None, "e": True, "f": "NaN", "g": {}, "h": "1", "i": 3, "j": "x"}
+    assert json.loads(call.arguments) == wanted
+
+
 def test_what_only_looks_like_a_call_stays_text():
     for form, text in TEXTS:
         assert read(form, text) == (text, []), text

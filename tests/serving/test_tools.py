@@ -198,7 +198,7 @@ def test_messages_are_read_as_the_template_has_them(scripted):
     ]
     answer = post(scripted, {"messages": messages, "max_tokens": 9, "return_token_ids": True}, CHATS)
     prompt = bytes(answer.json()["prompt_token_ids"]).decode()
-    call = json.dumps({"name": "f", "arguments": '{"x": '})
+    call = json.dumps({"name": "f", "arguments": {"invalid_json": '{"x": '}})
     assert prompt == f"<system>Be short.<user>ab<assistant><tool_call>{call}</tool_call><assistant>"
     assert answer.headers["x-jkv-ignored"] == "messages.annotations"
 
