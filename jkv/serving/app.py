@@ -179,12 +179,9 @@ class Server:
         return tickets
 
     async def score(self, job: Job) -> list[list[Likely | None]] | None:
-        """How likely the prompts' tokens are, if they are to be echoed with that."""
-        fields = job.fields
-        if not job.is_scored:
-            return None
-        assert isinstance(fields, CompletionFields)
-        return await self.scorer.score(self.model, job.prompts, bool(fields.logprobs))
+        """How likely the prompts' tokens are, if the response has that."""
+        count = job.fields.num_scored
+        return None if count is None else await self.scorer.score(self.model, job.prompts, count)
 
     def begin(self, request: Request, job: Job, tickets: Sequence[Ticket], name: str) -> Callable[[], None]:
         """Counts a call as open and starts its clock; returns what must be called at its end, whatever ends it."""

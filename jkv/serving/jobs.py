@@ -186,9 +186,8 @@ class Job:
 
     @property
     def is_scored(self) -> bool:
-        """Whether its prompts are echoed with their log-probabilities."""
-        fields = self.fields
-        return isinstance(fields, CompletionFields) and fields.echo and fields.logprobs is not None
+        """Whether the log-probabilities of its prompts are returned."""
+        return self.fields.num_scored is not None
 
     @property
     def num_open(self) -> int:

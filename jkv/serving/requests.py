@@ -44,7 +44,6 @@ REFUSED: dict[str, tuple[Any, str]] = {  # they would change a completion: the v
     "use_beam_search": (False, "tokens are drawn"),
     "web_search_options": (None, "nothing is searched"),
     "bad_words": ([], "no sequences of tokens are excluded; logit_bias of -100 excludes single ones"),
-    "prompt_logprobs": (None, "a completion with echo and logprobs has them"),
 }
 LONGEST_NUMBER = 100  # characters of one that comes as a text
 LIKE = 0.9  # how like a known name an unknown one is that is taken for a mistake, of at most 1
@@ -56,7 +55,6 @@ TOOL_CHOICES = ("auto", "none")
 LIMITS = ("max_tokens", "max_completion_tokens")
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"  # vLLM's names of distributions: the model's own, and what is drawn from
-MOST_SCORED = 1  # of most likely tokens of an echoed prompt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,6 +164,7 @@ class Fields(Body):
       logit_bias: what is added to the logits of tokens, whose ids are texts in JSON.
       allowed_token_ids: the only tokens that may be drawn.
       min_tokens: tokens before the completion may end by a token.
+      prompt_logprobs: whether the response has the log-probabilities of the prompt's tokens, and of how many most likely ones.
       kv_dtype: the pool's format, if it is named: all requests share one pool.
       cache_salt: requests share pages of the prefix cache with those of the same salt alone.
       prompt_piece: tokens of a prompt that are prefilled before its first compaction; None is all.
@@ -194,6 +193,7 @@ class Fields(Body):
     logit_bias: dict[str, Any] | None = None
     allowed_token_ids: list[Any] | None = None
     min_tokens: int = 0
+    prompt_logprobs: int | None = None
     request_id: str | None = None
     cache_salt: str | None = None
     prompt_piece: int | None = None
@@ -210,6 +210,11 @@ class Fields(Body):
             rule = "{field} must be {raw}, of the model's own distribution, or {drawn}, of the one that draws; got {got}."
             about = {"raw": RAW, "drawn": PROCESSED, "got": shown(self.logprobs_mode)}
             raise InputError(rule, field="logprobs_mode", code="unknown_name", **about)
+        check_top("prompt_logprobs", self.prompt_logprobs)
+        if self.prompt_logprobs is not None and self.stream:
+            raise InputError(
+                "{field} are not streamed; got stream=true. Leave out one.", field="prompt_logprobs", code="conflict"
+            )
         if self.stream_options is not None and not self.stream:
             rule = "{field} are a stream's; got them without stream=true. Leave them out."
             raise InputError(rule, field="stream_options", code="conflict")
@@ -258,6 +263,11 @@ class Fields(Body):
     def has_logprobs(self) -> bool:
         """Whether the response has log-probabilities."""
         raise NotImplementedError
+
+    @property
+    def num_scored(self) -> int | None:
+        """How many most likely tokens are looked for at each place of the prompts; None where prompts are not scored."""
+        return self.prompt_logprobs
 
     @property
     def model_logprobs(self) -> bool:
@@ -395,7 +405,7 @@ class CompletionFields(Fields):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_top(*self.top, most=MOST_SCORED if self.echo else MOST_TOP)
+        check_top(*self.top)
         if self.max_tokens == 0 and not self.echo:
             raise out_of_range("max_tokens", "be at least 1, or 0 with echo=true", 0)
         if self.echo and self.stream and self.logprobs is not None:
@@ -406,6 +416,12 @@ class CompletionFields(Fields):
     def has_logprobs(self) -> bool:
         """Whether the response has log-probabilities."""
         return self.logprobs is not None
+
+    @property
+    def num_scored(self) -> int | None:
+        """How many most likely tokens are looked for at each place of the prompts; None where prompts are not scored."""
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in asked if count is not None), default=None)
 
     @property
     def limit(self) -> int | None:
@@ -432,10 +448,10 @@ def seed_of(seed: int) -> int | None:
     return None if seed == -1 else int.from_bytes(digest, "little")
 
 
-def check_top(name: str, count: int | None, most: int = MOST_TOP) -> None:
+def check_top(name: str, count: int | None) -> None:
     """Refuses more most likely tokens of a place than there may be."""
-    if count is not None and not 0 <= count <= most:
-        raise out_of_range(name, f"lie in [0, {most}]" + (", with echo" if most < MOST_TOP else ""), count)
+    if count is not None and not 0 <= count <= MOST_TOP:
+        raise out_of_range(name, f"lie in [0, {MOST_TOP}]", count)
 
 
 def parse(text: bytes) -> dict[str, Any]:

@@ -283,6 +283,28 @@ def text_log_probs(
     }
 
 
+def best_of(likely: Sequence[Likely | None], count: int | None) -> list[Likely | None]:
+    """No more than `count` most likely tokens of each place."""
+    return [one and one._replace(best=dict(list(one.best.items())[: count or 0])) for one in likely]
+
+
+def prompt_log_probs(model: Model, tokens: Sequence[int], likely: Sequence[Likely | None], count: int) -> list[Any]:
+    """A prompt's log-probabilities in vLLM's shape: by token id, each place's own token and `count` most likely ones.
+
+    The rank is that among these, None for an own token that is none of them.
+    """
+    found: list[Any] = []
+    for token, one in zip(tokens, best_of(likely, count), strict=True):
+        if one is None:
+            found.append(None)
+            continue
+        ranks: dict[int, int | None] = {other: rank for rank, other in enumerate(one.best, 1)}
+        place = {token: one.log_prob} | dict(one.best) | {token: one.log_prob}
+        text = model.tokenizer.decode
+        found.append({str(t): {"logprob": p, "rank": ranks.get(t), "decoded_token": text([t])} for t, p in place.items()})
+    return found
+
+
 def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """The log-probabilities of a text that goes on in a second one."""
     return {name: values and values + second[name] for name, values in first.items()}
@@ -341,7 +363,7 @@ def describe_failure(reason: str, sample: SampleStats) -> str:
 def whole(
     model: Model, head: Head, job: Job, results: Sequence[Result], scores: Sequence[list[Likely | None]] | None
 ) -> dict[str, Any]:
-    """The response of a call; `scores` are how likely the prompts' tokens are, if they are echoed with that."""
+    """The response of a call; `scores` are how likely the prompts' tokens are, if it has that."""
     fields = job.fields
     if isinstance(fields, ChatFields):
         choices = [chat_choice(model, head, fields, result, i, job) for result in results for i in range(fields.n)]
@@ -349,6 +371,9 @@ def whole(
         choices = text_choices(model, head, fields, job, results, scores)
     for index, choice in enumerate(choices):
         choice["index"] = index
+        if scores is not None and fields.prompt_logprobs is not None:
+            i = index // fields.n
+            choice["prompt_logprobs"] = prompt_log_probs(model, job.prompts[i].tolist(), scores[i], fields.prompt_logprobs)
     more = {"prompt_token_ids": job.prompts[0].tolist()} if fields.return_token_ids else {}
     usage = usage_of(model, job.prompts, results, job.thinks, head.is_chat)
     return head.body(choices, usage=usage, **more)
@@ -389,9 +414,11 @@ def text_choices(
             if fields.logprobs is not None:
                 reader = PartReader(model.tokenizer, completion_decoder(model.tokenizer), len(echoed))
                 record = text_log_probs(reader, tokens, likely, fields.logprobs)
-            if scores is not None and record is not None:
+            if scores is not None and record is not None and fields.echo:
                 reader = PartReader(model.tokenizer, decoder_of(model.tokenizer))
-                record = joined(text_log_probs(reader, prompt.tolist(), scores[i], fields.logprobs), record)
+                record = joined(
+                    text_log_probs(reader, prompt.tolist(), best_of(scores[i], fields.logprobs), fields.logprobs), record
+                )
             reason = "length" if result is None else head.reason(result.finish_reason[sample])
             more = {"token_ids": tokens} if fields.return_token_ids else {}
             choices.append({"index": 0, "text": echoed + text, "logprobs": record, "finish_reason": reason, **more})

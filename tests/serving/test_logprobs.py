@@ -97,9 +97,10 @@ def test_asking_for_them_compiles_nothing_twice(tiny):
         ({"logprobs_mode": "raw"}, "logprobs_mode must be raw_logprobs"),
         ({"logprobs": 2, "temperature": 1, "logprobs_mode": "processed_logprobs"}, "logprobs are of the model's own"),
         ({"logprobs": 21}, "logprobs must lie in [0, 20]"),
-        ({"logprobs": 2, "echo": True}, "logprobs must lie in [0, 1], with echo"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs are not streamed"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs must lie in [0, 20]"),
     ],
-    ids=["another name", "another distribution", "too many", "of an echo"],
+    ids=["another name", "another distribution", "too many", "streamed", "too many of the prompt"],
 )
 def test_what_cannot_be_said_is_refused(tiny, more, word):
     status, text = post_completion(tiny, FULL | more)
@@ -132,6 +133,28 @@ def test_the_most_likely_tokens_are_the_models_own_whatever_is_drawn(tiny, chat_
         assert one["logprob"] <= one["top_logprobs"][0]["logprob"] + 1e-5
 
 
+def test_prompts_have_the_most_likely_tokens_of_each_place(tiny, chat_model):
+    body = {"prompt": [IDS, IDS[:9]], "max_tokens": 1, "n": 2, "prompt_logprobs": 3}
+    own = np.asarray(jkv.score(chat_model, [IDS[1:]], prompts=[IDS[:1]]).logprobs)[0]
+    choices = post(tiny, body)
+    assert [len(one["prompt_logprobs"]) for one in choices] == [15, 15, 9, 9]
+    first, *places = choices[0]["prompt_logprobs"]
+    assert first is None
+    for place, token, log_prob in zip(places, IDS[1:], own, strict=True):
+        assert place[str(token)]["logprob"] == pytest.approx(log_prob, abs=1e-4)
+        assert place[str(token)]["decoded_token"] == chat_model.tokenizer.decode([token])
+        ranked = {one["rank"]: one["logprob"] for one in place.values() if one["rank"]}
+        assert sorted(ranked) == [1, 2, 3]
+        assert ranked[1] >= ranked[2] >= ranked[3]
+        assert len(place) == 3 + (place[str(token)]["rank"] is None)
+    (echoed,) = post(tiny, {"prompt": IDS, "max_tokens": 0, "echo": True, "logprobs": 3})
+    assert "prompt_logprobs" not in echoed
+    for names, place in zip(echoed["logprobs"]["top_logprobs"][1:], places, strict=True):
+        assert list(names.values())[:3] == pytest.approx(
+            sorted((p["logprob"] for p in place.values()), reverse=True)[:3], abs=1e-4
+        )
+
+
 def test_biases_change_what_is_drawn_and_not_the_models_own_distribution(tiny, chat_model):
     (plain,) = post(tiny, FULL | {"temperature": 0, "logprobs": 1})
     first = plain["token_ids"][0]
@@ -160,7 +183,6 @@ def test_biases_change_what_is_drawn_and_not_the_models_own_distribution(tiny, c
         ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
         ({"min_tokens": 13}, "min_tokens"),
         ({"bad_words": ["a"]}, "bad_words"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
     ],
     ids=str,
 )
