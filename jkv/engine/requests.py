@@ -353,6 +353,9 @@ def check_forcing(options: RequestOptions, sampling: Sampling) -> None:
     if sampling.draws == "truncated":
         rule = "{field} need a distribution that cuts none of them; got top_p, top_k or min_p. Leave them out of sampling."
         raise InputError(rule, field="forced_tokens", code="conflict")
+    for name in ("allowed_token_ids", "min_tokens"):
+        if getattr(options, name):
+            raise InputError("{field} may exclude forced tokens; got both. Leave one out.", field=name, code="conflict")
     if options.stop_strings:
         raise InputError("{field} would cut forced tokens; got both. Leave one out.", field="stop_strings", code="conflict")
 

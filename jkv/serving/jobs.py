@@ -240,13 +240,13 @@ class Encoder:
         adds = not is_chat if fields.add_special_tokens is None else fields.add_special_tokens
         with self._lock:
             if is_chat:
-                text = self._readable(self._render(fields.messages, fields.template))
+                text = self._readable(self._render(self.plain(fields.messages), fields.template))
             return list(encode_text(unbounded(self.model), 0, text, is_chat=not adds)) if text else []
 
     def encode_chat(self, messages: Any, **options: Any) -> np.ndarray:
         """Token ids of a conversation; `options` are those of the chat template."""
         with self._lock:
-            return encode_prompt(self.model, 0, self._readable(self._render(messages, options)), is_chat=True)
+            return encode_prompt(self.model, 0, self._readable(self._render(self.plain(messages), options)), is_chat=True)
 
     def _readable(self, text: ChatText) -> str:
         """A rendered text as it is to be encoded: with `parse_special`, it does not know what users wrote."""
@@ -277,17 +277,17 @@ class Encoder:
             raise InputError(rule, field="tools", code="unsupported", known=", ".join(FORMS))
         return Calls(form, fields.functions, fields.parallel_tool_calls)
 
-    def _render(self, messages: Any, options: Mapping[str, Any]) -> ChatText:
-        messages = self.plain(messages)
-        check_messages(self.model, 0, messages)
-        return self._written(messages, options)
-
-    def _written(self, messages: list[Any], options: Mapping[str, Any]) -> ChatText:
-        """What the template writes; it receives tools under the name that it reads."""
+    def _render(self, messages: list[Any], options: Mapping[str, Any]) -> ChatText:
+        """What the template writes of plain messages; it receives tools under the name that it reads."""
         options, tools = dict(options), options.get("tools")
         if tools and (name := tool_variable(self.renderer.template_for(tools))) not in (None, "tools"):
             options[name] = options["tools"]
-        return self.renderer.render(messages, **options)
+        try:
+            check_messages(self.model, 0, messages)
+            return self.renderer.render(messages, **options)
+        except RecursionError:
+            rule = "{field} and tools must not be nested so deep; they have too many levels. Flatten them."
+            raise InputError(rule, field="messages", code="too_long") from None
 
     def encode_after(self, history: list[Any], messages: Any, last_token: int, **options: Any) -> np.ndarray:
         """Token ids of new messages after a reply, in the template's own form: from the end of the reply on.
@@ -300,9 +300,8 @@ class Encoder:
         """
         mark = f"reply-{secrets.token_hex(8)}"
         whole = [*history, {"role": "assistant", "content": mark}, *self.plain(messages)]
-        check_messages(self.model, 0, whole)
         with self._lock:
-            text = self._written(whole, options)
+            text = self._render(whole, options)
             if text.count(mark) != 1:
                 rule = (
                     "{field} needs a chat template that writes each reply once, as it is; this model's wrote it {count} times. "

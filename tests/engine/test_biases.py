@@ -114,6 +114,8 @@ def test_guesses_change_no_token(engine):
         ({"min_tokens": 41}, "min_tokens"),
         ({"min_tokens": -1}, "min_tokens"),
         ({"top_logprobs": 21}, "top_logprobs"),
+        ({"forced_tokens": [3], "allowed_token_ids": [1]}, "allowed_token_ids"),
+        ({"forced_tokens": [3], "min_tokens": 1}, "min_tokens"),
     ],
     ids=str,
 )
