@@ -33,6 +33,7 @@ MOST_NEW_TOKENS = 32_768  # of a completion whose limit is left open: as far as 
 MOST_STOPS = 1_000  # stop strings of a request
 LONGEST_STOP = 1_000  # characters of each
 MOST_BIAS = 100  # OpenAI's and vLLM's limit
+MOST_BAD_WORDS, LONGEST_BAD_WORD = 32, 8  # sequences of a request, and tokens of each
 MOST_ENDS = 32  # tokens that end a request with min_tokens
 
 
@@ -63,6 +64,7 @@ class Request:
       logit_bias: tokens, and what is added to their logits.
       allowed_ids: the only tokens that may be drawn; empty for all.
       min_tokens: tokens before any that ends it may be drawn.
+      bad_words: sequences of tokens that its completion may not hold.
     """
 
     prompt: np.ndarray
@@ -86,6 +88,7 @@ class Request:
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_ids: tuple[int, ...] = ()
     min_tokens: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     @property
     def has_biases(self) -> bool:
@@ -173,6 +176,8 @@ class RequestOptions:
         the draws are of the changed distribution; `jkv.score` knows neither these changes nor the following ones.
       allowed_token_ids: the only token ids that may be drawn; None for all.
       min_tokens: tokens before one that ends the completion may be drawn; stop texts may end it before.
+      bad_words: sequences of token ids that the completion may not hold: the last token of each is not drawn after the others.
+        Up to 32, of up to 8 tokens.
 
     Raises:
       ValueError: a setting of another type, or out of its range.
@@ -194,6 +199,7 @@ class RequestOptions:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     min_tokens: int = 0
+    bad_words: Sequence[Sequence[int]] = ()
 
     def __post_init__(self) -> None:
         kinds: dict[str, Any] = {"n": int, "max_new_tokens": int | None, "first_sample": int, "cache_salt": str}
@@ -353,7 +359,7 @@ def check_forcing(options: RequestOptions, sampling: Sampling) -> None:
     if sampling.draws == "truncated":
         rule = "{field} need a distribution that cuts none of them; got top_p, top_k or min_p. Leave them out of sampling."
         raise InputError(rule, field="forced_tokens", code="conflict")
-    for name in ("allowed_token_ids", "min_tokens"):
+    for name in ("allowed_token_ids", "min_tokens", "bad_words"):
         if getattr(options, name):
             raise InputError("{field} may exclude forced tokens; got both. Leave one out.", field=name, code="conflict")
     if options.stop_strings:
@@ -366,7 +372,12 @@ def biases_of(options: RequestOptions, ends: Sequence[int], vocab_size: int) -> 
     check_length("logit_bias", list(bias), vocab_size, "token ids")
     if allowed is not None:
         check_length("allowed_token_ids", allowed, vocab_size, "token ids")
-    for field, ids in (("logit_bias", bias), ("allowed_token_ids", allowed or ())):
+    check_length("bad_words", options.bad_words, MOST_BAD_WORDS, "lists of token ids")
+    for word in options.bad_words:
+        if check_length("bad_words", word, LONGEST_BAD_WORD, "token ids") == 0:
+            raise out_of_range("bad_words", "have at least one token each", word)
+    words = [token for word in options.bad_words for token in word]
+    for field, ids in (("logit_bias", bias), ("allowed_token_ids", allowed or ()), ("bad_words", words)):
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocab_size:
                 raise out_of_range(field, f"have token ids in [0, {vocab_size})", token)
@@ -382,6 +393,7 @@ def biases_of(options: RequestOptions, ends: Sequence[int], vocab_size: int) -> 
         "logit_bias": tuple((int(token), float(value)) for token, value in bias.items()),
         "allowed_ids": tuple(sorted({int(token) for token in allowed or ()})),
         "min_tokens": options.min_tokens,
+        "bad_words": tuple(tuple(map(int, word)) for word in options.bad_words),
     }
 
 

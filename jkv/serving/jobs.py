@@ -362,6 +362,7 @@ def make_turn(
         prompt_piece=fields.prompt_piece,
         **fields.returned(sampling),
         **fields.excluded,
+        bad_words=fields.bad_tokens(model),
     )
     request = turns.next_request(model, row, new, request_options, fields.store)
     thinks = ends_in_thinking(model, request.prompt)
@@ -397,6 +398,7 @@ def make_job(
             prompt_piece=fields.prompt_piece,
             **fields.returned(sampling),
             **fields.excluded,
+            bad_words=fields.bad_tokens(model),
         )
         made = make_requests(model, prompts, request_options, kv_format=kv_format)
         keep = isinstance(fields, ChatFields) and fields.store

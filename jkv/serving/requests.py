@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from jkv.checks import MOST_SHOWN, check_length, did_you_mean, out_of_range, shown, typed
+from jkv.engine.prompts import encode_text
 from jkv.errors import InputError
 from jkv.eviction import Policy
 from jkv.model.params import Model
@@ -43,7 +44,6 @@ REFUSED: dict[str, tuple[Any, str]] = {  # they would change a completion: the v
     "tools": ([], "only chats call tools"),
     "use_beam_search": (False, "tokens are drawn"),
     "web_search_options": (None, "nothing is searched"),
-    "bad_words": ([], "no sequences of tokens are excluded; logit_bias of -100 excludes single ones"),
 }
 LONGEST_NUMBER = 100  # characters of one that comes as a text
 LIKE = 0.9  # how like a known name an unknown one is that is taken for a mistake, of at most 1
@@ -164,6 +164,7 @@ class Fields(Body):
       logit_bias: what is added to the logits of tokens, whose ids are texts in JSON.
       allowed_token_ids: the only tokens that may be drawn.
       min_tokens: tokens before the completion may end by a token.
+      bad_words: texts that the completion may not hold.
       prompt_logprobs: whether the response has the log-probabilities of the prompt's tokens, and of how many most likely ones.
       kv_dtype: the pool's format, if it is named: all requests share one pool.
       cache_salt: requests share pages of the prefix cache with those of the same salt alone.
@@ -193,6 +194,7 @@ class Fields(Body):
     logit_bias: dict[str, Any] | None = None
     allowed_token_ids: list[Any] | None = None
     min_tokens: int = 0
+    bad_words: list[Any] | None = None
     prompt_logprobs: int | None = None
     request_id: str | None = None
     cache_salt: str | None = None
@@ -284,6 +286,19 @@ class Fields(Body):
         """What changes the logits of single tokens, as `RequestOptions` have it."""
         return {"logit_bias": self.biases, "allowed_token_ids": self.allowed_token_ids or None, "min_tokens": self.min_tokens}
 
+    def bad_tokens(self, model: Model) -> list[list[int]]:
+        """The token ids of the bad words, at the beginning of a word and inside of one, as vLLM has them."""
+        found: list[list[int]] = []
+        for word in self.bad_words or ():
+            if not isinstance(word, str) or not word.strip():
+                rule = "{field} must be texts, not empty; got {got}."
+                raise InputError(rule, field="bad_words", code="wrong_type", got=shown(word))
+            for text in (word.lstrip(), " " + word.lstrip()):
+                ids = list(encode_text(model, 0, text, is_chat=True))
+                if ids and ids not in found:
+                    found.append(ids)
+        return found
+
     @property
     def limit_name(self) -> str:
         """The field that is the limit of new tokens."""
@@ -311,7 +326,7 @@ class Fields(Body):
 
     def draws_best(self, sampling: Sampling) -> bool:
         """Whether each drawn token is the most likely one of the model's own distribution."""
-        return sampling.temperature == 0 and not (sampling.penalises or any(self.excluded.values()))
+        return sampling.temperature == 0 and not (sampling.penalises or self.bad_words or any(self.excluded.values()))
 
     @property
     def biases(self) -> dict[int, Any] | None:

@@ -66,6 +66,22 @@ def test_a_request_ends_no_earlier_than_its_least_length(engine):
         assert tokens == wanted[: len(tokens)].argmax(axis=-1).tolist()
 
 
+def test_bad_words_do_not_come(engine):
+    (plain,) = run(engine, {})
+    tokens = plain.tokens[0].tolist()
+    words = [tokens[:1], tokens[3:5], tokens[14:18], tokens[20:28]]
+    out, beside = run(engine, {"bad_words": words}, {})
+    np.testing.assert_array_equal(beside.tokens, plain.tokens)
+    wanted, drawn = distributions(engine, out), out.tokens[0].tolist()
+    for step in range(LENGTH):
+        for *before, last in words:
+            if drawn[:step][-len(before) :] == before or not before:
+                wanted[step, last] = -np.inf
+    assert drawn == wanted.argmax(axis=-1).tolist() != tokens
+    guessing = jkv.Engine(engine.model, max_running=4, max_slots=96, page_size=4, max_stop_ids=24, speculate=jkv.ngram())
+    np.testing.assert_array_equal(run(guessing, {"bad_words": words})[0].tokens, out.tokens)
+
+
 def test_the_most_likely_tokens_are_the_models_own_at_any_temperature(engine):
     asked = [{"sampling": DRAWN, "top_logprobs": 20}, {"top_logprobs": 3, "logit_bias": BIAS}, {"model_logprobs": True}]
     first, second, plain = run(engine, *asked)
@@ -112,6 +128,11 @@ def test_guesses_change_no_token(engine):
         ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
         ({"allowed_token_ids": [1], "stop_ids": [1], "min_tokens": 1}, "allowed_token_ids"),
         ({"min_tokens": 41}, "min_tokens"),
+        ({"bad_words": [[]]}, "bad_words"),
+        ({"bad_words": [[99]]}, "bad_words"),
+        ({"bad_words": [[1] * 9]}, "bad_words"),
+        ({"bad_words": [[1]] * 33}, "bad_words"),
+        ({"bad_words": ["a"]}, "bad_words"),
         ({"min_tokens": -1}, "min_tokens"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"forced_tokens": [3], "allowed_token_ids": [1]}, "allowed_token_ids"),

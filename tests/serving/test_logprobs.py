@@ -163,6 +163,9 @@ def test_biases_change_what_is_drawn_and_not_the_models_own_distribution(tiny, c
     assert first not in other["token_ids"]
     best, *_ = other["logprobs"]["top_logprobs"][0].values()
     assert best == pytest.approx(plain["logprobs"]["token_logprobs"][0], abs=1e-5)
+    word = plain["text"][:3]
+    (other,) = post(tiny, FULL | {"temperature": 0, "bad_words": [word]})
+    assert word not in other["text"]
     (only,) = post(tiny, FULL | {"allowed_token_ids": [first, 7], "temperature": 1, "seed": 1})
     assert set(only["token_ids"]) <= {first, 7}
     ends = FULL | {"ignore_eos": False, "stop_token_ids": [first], "temperature": 0}
@@ -182,7 +185,9 @@ def test_biases_change_what_is_drawn_and_not_the_models_own_distribution(tiny, c
         ({"allowed_token_ids": ["a"]}, "allowed_token_ids"),
         ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
         ({"min_tokens": 13}, "min_tokens"),
-        ({"bad_words": ["a"]}, "bad_words"),
+        ({"bad_words": [3]}, "bad_words"),
+        ({"bad_words": [" "]}, "bad_words"),
+        ({"bad_words": ["b=3;c=7;d=b*c;?d"]}, "bad_words"),
     ],
     ids=str,
 )

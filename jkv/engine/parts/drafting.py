@@ -27,7 +27,8 @@ class Drafting(StepPart):
         may_draft, prompt = np.zeros(rows.num_rows, bool), np.full(rows.num_rows, -1, np.int32)
         firsts: dict[Any, int] = {}
         for i, sample in rows.running.items():
-            may_draft[i] = not sample.request.sampling.penalises  # the penalties of a draft follow from those before it
+            request = sample.request  # what penalties and bad words do at a draft follows from those before it
+            may_draft[i] = not (request.sampling.penalises or request.bad_words)
             prompt[i] = firsts.setdefault(sample.request.prompt.tobytes(), i)
         return cls(may_draft, prompt)
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jkv.engine.parts.alignment import Alignment
+from jkv.engine.parts.bad_words import BadWords
 from jkv.engine.parts.base import Rows, StepPart
 from jkv.engine.parts.biases import Biases
 from jkv.engine.parts.drafting import Drafting
@@ -20,6 +21,7 @@ class Parts(NamedTuple):
 
     forced: ForcedTokens | None = None
     biases: Biases | None = None
+    bad_words: BadWords | None = None
     penalties: Penalties | None = None
     align: Alignment | None = None
     steer: Steering | None = None
