@@ -82,6 +82,15 @@ def test_bad_words_do_not_come(engine):
     np.testing.assert_array_equal(run(guessing, {"bad_words": words})[0].tokens, out.tokens)
 
 
+@pytest.mark.parametrize("end", [5, 16, 18])
+def test_bad_words_are_found_over_chunks(engine, end):
+    (plain,) = run(engine, {"sampling": DRAWN})
+    tokens = plain.tokens[0].tolist()
+    (out,) = run(engine, {"sampling": DRAWN, "bad_words": [tokens[end - 5 : end + 1]]})
+    assert out.tokens[0, :end].tolist() == tokens[:end]
+    assert out.tokens[0, end] != tokens[end]
+
+
 def test_the_most_likely_tokens_are_the_models_own_at_any_temperature(engine):
     asked = [{"sampling": DRAWN, "top_logprobs": 20}, {"top_logprobs": 3, "logit_bias": BIAS}, {"model_logprobs": True}]
     first, second, plain = run(engine, *asked)
