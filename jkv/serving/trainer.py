@@ -204,7 +204,15 @@ class Trainer:
 
 
 def add_routes(app: Starlette, options: TrainerOptions) -> None:
-    """Adds a trainer's endpoints to an application."""
+    """Adds a trainer's endpoints to an application.
+
+    Raises:
+      InputError: clients have keys, and the trainer has none.
+    """
+    access = app.state.server.access
+    if access.keys and access.trainer_key is None:
+        rule = "A trainer's endpoints need {field} where clients have keys, which replace no weights; got none. Give one."
+        raise InputError(rule, field="trainer_key", code="missing")
     app.router.routes.extend(Trainer(app.state.server, options).routes())
 
 
