@@ -48,13 +48,15 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """The known name that a wrong one is most like, as a sentence with a space before it; empty if none is.
+
+    `cutoff` is how alike they must be; 1 is equal.
 
     >>> did_you_mean("rkv", ["full", "r_kv"]), did_you_mean("zzz", ["full", "r_kv"])
     (' Did you mean r_kv?', '')
     """
-    close = difflib.get_close_matches(str(name)[:MOST_SHOWN], list(known), 1)
+    close = difflib.get_close_matches(str(name)[:MOST_SHOWN], list(known), 1, cutoff)
     return f" Did you mean {close[0]}?" if close else ""
 
 

@@ -67,7 +67,7 @@ class ChatRenderer:
 
     def __init__(self, tokenizer: Any, seconds: float = SECONDS) -> None:
         self.name = str(getattr(tokenizer, "name_or_path", "") or "the tokenizer")
-        self.template = tokenizer.get_chat_template()
+        self.tokenizer, self.template = tokenizer, tokenizer.get_chat_template()
         self.tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
         self.seconds = seconds
         self.lines: list[tuple[int, int]] = []  # of the template, and of the program compiled from it
@@ -87,7 +87,8 @@ class ChatRenderer:
           ValueError: the template fails, or takes too long or too much memory.
         """
         turns = [{name: value for name, value in turn.items() if value is not None} for turn in conversation]
-        job = {"template": self.template, "conversation": turns, "tokens": self.tokens, "options": options}
+        template = self.template_for(options.get("tools"))
+        job: dict[str, Any] = {"template": template, "conversation": turns, "tokens": self.tokens, "options": options}
         job["seconds"] = self.seconds
         if self.process is None:
             self.start()
@@ -108,7 +109,11 @@ class ChatRenderer:
             self.lines = reply["lines"]
         if "text" in reply:
             return ChatText(reply["text"], reply["marks"])
-        raise self.failure(reply["error"], reply["line"])
+        raise self.failure(reply["error"], reply["line"], template.count("\n") + 1)
+
+    def template_for(self, tools: Any) -> str:
+        """The template of a conversation; a tokenizer may have one of its own for conversations with tools."""
+        return str(self.tokenizer.get_chat_template(tools=tools)) if tools else self.template
 
     def start(self) -> None:
         """Starts the process."""
@@ -160,9 +165,9 @@ class ChatRenderer:
             return {"error": f"it took more than {self.seconds:g} seconds", "line": max(before, default=None)}
         return {"error": f"its process ended with status {status}", "line": max(before, default=None)}
 
-    def failure(self, error: str, line: int | None) -> ValueError:
+    def failure(self, error: str, line: int | None, num_lines: int) -> ValueError:
         """The error of a template."""
-        place = f"line {line}" if line else f"lines 1 to {self.template.count(chr(10)) + 1}, while it was compiled"
+        place = f"line {line}" if line else f"lines 1 to {num_lines}, while it was compiled"
         return ValueError(
             f"The chat template of {self.name} must render a conversation; {place}: {printable(error)}. Correct "
             "chat_template in tokenizer_config.json (or chat_template.jinja), or leave the template out."

@@ -34,10 +34,19 @@ from jkv.errors import refused
 from jkv.serving.options import ServerOptions
 
 OPEN_CONTEXT = 32_768  # slots
-KEY = "JKV_API_KEY"  # the environment variable
+KEY, TRAINER_KEY = "JKV_API_KEY", "JKV_TRAINER_KEY"  # the environment variables
 LOCAL = ("127.0.0.1", "::1", "localhost")
 MOST_STOP_IDS = 32  # of a request
-SERVER = ("name", "policy", "max_waiting", "max_conversations", "conversation_seconds", "time_limit")  # fields of its options
+SERVER = (
+    "name",
+    "policy",
+    "tool_form",
+    "abort_reason",
+    "max_waiting",
+    "max_conversations",
+    "conversation_seconds",
+    "time_limit",
+)  # fields of its options
 
 OPTIONS = (
     *options_of(ServerOptions, SERVER),
@@ -56,6 +65,19 @@ OPTIONS = (
     Option("host", str, "127.0.0.1", "where to listen; default: 127.0.0.1, this machine alone"),
     Option("port", int, 8000, "0 takes a free one"),
     Option("api_key", str, None, f"that clients must send; default: the variable {KEY}, or none", more={"metavar": "KEY"}),
+    Option("key_file", str, None, "a file of more keys: lines of a name, for the log, and a key", Path, {"metavar": "FILE"}),
+    Option(
+        "hosts",
+        list,
+        [],
+        "names under which clients may call the server, * for all; default: all, and at an address of this machine alone its "
+        "own names, beside which those given come",
+        words,
+        {"metavar": "NAMES"},
+    ),
+    Option(
+        "origins", list, [], "sites whose pages may call the server, such as https://example.com", words, {"metavar": "SITES"}
+    ),
     PARSE_SPECIAL,
     dataclasses.replace(MAX_RUNNING, default=None, help="rows decoded together; default: 8"),
     Option("drain", float, 30.0, "seconds for open requests after Ctrl-C"),
@@ -78,6 +100,13 @@ OPTIONS = (
         "keep no prompt after its request; by default prompts stay in pages that nothing else needs",
     ),
     Option("trainer", bool, False, "answer a trainer too: /generate, /pause, /resume, /update_weights"),
+    Option(
+        "trainer_key",
+        str,
+        None,
+        f"of these endpoints, which other keys do not open; default: the variable {TRAINER_KEY}",
+        more={"metavar": "KEY"},
+    ),
     Option("weights_root", str, None, "the folder of the checkpoints that /update_weights may read", Path, {"metavar": "DIR"}),
     Option(
         "warm_up",
@@ -108,6 +137,7 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Serves until it is interrupted."""
     try:
+        from jkv.serving.access import read_keys
         from jkv.serving.run import listen
         from jkv.serving.run import run as run_server
         from jkv.serving.trainer import TrainerOptions
@@ -124,7 +154,9 @@ def run(options: argparse.Namespace) -> int:
     settings = read_settings(options.budget, options.set)
     more = [make(name, {"budget": options.budget or 1024} if has_budget(name) else {}) for name in options.policies]
     key = options.api_key or os.environ.get(KEY) or None
-    check_trainer(options, key)
+    keys = {} if options.key_file is None else read_keys(options.key_file)
+    trainer_key = options.trainer_key or os.environ.get(TRAINER_KEY) or None
+    check_trainer(options, trainer_key, has_keys=bool(key or keys))
     trainer = TrainerOptions(options.weights_root) if options.trainer else None
     server_options = ServerOptions(
         settings=settings,
@@ -132,6 +164,10 @@ def run(options: argparse.Namespace) -> int:
         allowed=tuple(options.allow_policies),
         parse_special=options.parse_special,
         api_key=key,
+        api_keys=keys,
+        trainer_key=trainer_key,
+        hosts=tuple(options.hosts),
+        origins=tuple(options.origins),
         **{name: getattr(options, name) for name in SERVER},
     )
     policy = make(server_options.policy, settings)
@@ -153,7 +189,7 @@ def run(options: argparse.Namespace) -> int:
         speculate=drafter_named(options.speculate, options.drafts),
         prefix_cache=not (options.no_prefix_cache or model.config.unpaged_layers or is_sealed),
     )
-    if options.host not in LOCAL and key is None:
+    if options.host not in LOCAL and not server_options.keys:
         print(f"jkv: warning: any machine that reaches {options.host} may use the model. Give --api-key.", file=sys.stderr)
     show_log(logging.getLogger("jkv.serving"))
     host, port = place.getsockname()[:2]
@@ -163,15 +199,16 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def check_trainer(options: argparse.Namespace, key: str | None) -> None:
+def check_trainer(options: argparse.Namespace, key: str | None, has_keys: bool) -> None:
     """Refuses a trainer's endpoints where any machine could replace the weights, and their options without them."""
     if options.weights_root is not None and not options.trainer:
         rule = f"--weights-root is for --trainer; got {options.weights_root} alone. Add --trainer, or leave it out."
         raise refused(rule, weights_root="conflict")
-    if options.trainer and key is None and options.host not in LOCAL:
+    if options.trainer and key is None and (has_keys or options.host not in LOCAL):
+        got = "keys of clients" if has_keys else f"--host {options.host}"
         raise refused(
-            f"--trainer needs a key, or a host of this machine alone ({', '.join(LOCAL)}), as it lets clients replace the "
-            f"weights; got --host {options.host} without one. Give --api-key.",
+            f"--trainer needs a key of its own, or no keys and a host of this machine alone ({', '.join(LOCAL)}), as it lets "
+            f"clients replace the weights; got {got} without one. Give --trainer-key.",
             trainer="missing",
         )
 

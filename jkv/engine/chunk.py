@@ -63,6 +63,8 @@ class ChunkOutputs(NamedTuple):
     log_prob_full: Float[Array, "steps B"] | None = None  # before penalties and cuts; None where equal to `log_prob`
     experts: UInt[Array, "steps B L A"] | None = None  # that each token went through, by layer with experts; None unless asked
     log_prob_own: Float[Array, "steps B"] | None = None  # of the model's own distribution; None unless asked, or where equal
+    top_token: Int[Array, "steps B top"] | None = None  # most likely under the model's own distribution; None unless asked
+    top_log_prob: Float[Array, "steps B top"] | None = None  # their log-probabilities
     row_steps: Int[Array, " B"] | None = None  # steps that each row took part in; None where a step is a token
     drafted: Int[Array, " B"] | None = None  # guesses that were checked, likewise
     num_loops: Int[Array, ""] | None = None  # steps of the chunk, likewise

@@ -191,6 +191,11 @@ class Engine:
         prompt_piece: int | None = None,
         parse_special: bool = False,
         model_logprobs: bool = False,
+        top_logprobs: int = 0,
+        logit_bias: Mapping[int, float] | None = None,
+        allowed_token_ids: Sequence[int] | None = None,
+        min_tokens: int = 0,
+        bad_words: Sequence[Sequence[int]] = (),
         keep: bool = False,
     ) -> int:
         """Queues `n` samples of one prompt and returns the request's ticket.
@@ -198,7 +203,8 @@ class Engine:
         Args:
           prompt: a text, a list of token ids, or a conversation (a list of messages).
           policy, sampling, max_new_tokens, n, stop_ids, stop_strings, first_sample: see `jkv.RequestOptions`.
-          forced_tokens, cache_salt, prompt_piece, parse_special, model_logprobs: see there.
+          forced_tokens, cache_salt, prompt_piece, parse_special, model_logprobs, top_logprobs: see there.
+          logit_bias, allowed_token_ids, min_tokens, bad_words: see there.
           on_tokens: receives an `Event` for each sample and chunk; if it raises, the request ends with the reason "error" and
             the others continue.
           request: a number below 2**32 that identifies the prompt in the random keys; None is a hash of its tokens. With a
@@ -221,6 +227,11 @@ class Engine:
             prompt_piece=prompt_piece,
             parse_special=parse_special,
             model_logprobs=model_logprobs,
+            top_logprobs=top_logprobs,
+            logit_bias=logit_bias,
+            allowed_token_ids=allowed_token_ids,
+            min_tokens=min_tokens,
+            bad_words=bad_words,
         )
         prompts = encode_prompts(self.model, prompt, options.parse_special)
         if len(prompts) != 1:

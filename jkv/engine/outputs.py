@@ -29,6 +29,7 @@ class Event:
       finish_reason: empty as long as the sample runs.
       evicted: tokens of prompt and completion that are not in the cache any more, averaged over layers and KV heads.
       model_logprobs: as `Result.model_logprobs`; empty unless asked for.
+      top_logprobs: as a sample's of `Result.top_logprobs`; empty unless asked for.
     """
 
     ticket: int
@@ -39,6 +40,7 @@ class Event:
     finish_reason: str
     evicted: float = 0.0
     model_logprobs: list[float] = dataclasses.field(default_factory=list)
+    top_logprobs: list[dict[int, float]] = dataclasses.field(default_factory=list)
 
 
 class Outputs:
@@ -80,6 +82,9 @@ class Outputs:
         completion.log_probs_full += row.log_probs_full[: len(tokens)]
         if sample.request.model_logprobs:
             completion.log_probs_own += row.log_probs_own[: len(tokens)]
+        if count := sample.request.top_logprobs:
+            pairs = zip(row.top_tokens[: len(tokens)], row.top_log_probs, strict=False)
+            completion.top += [dict(zip(ids[:count], values[:count], strict=True)) for ids, values in pairs]
         completion.versions += [sample.row.version, *[version] * len(tokens)][: len(tokens)]
         sample.row.version = version
         self._collected[sample] = None
@@ -123,7 +128,8 @@ class Outputs:
         sample.num_emitted_tokens = max(start, completion.num_tokens)
         left = sample.row.evicted + completion.shared
         place = sample.ticket, sample.index
-        event = Event(*place, tokens, log_probs, text, completion.finish_reason, left, completion.log_probs_own[start:])
+        others = completion.log_probs_own[start:], completion.top[start:]
+        event = Event(*place, tokens, log_probs, text, completion.finish_reason, left, *others)
         self.events.append(event)
         if sample.on_tokens is not None and (error := call(sample.on_tokens, event)):
             if is_interrupt(error):

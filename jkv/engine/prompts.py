@@ -1,6 +1,7 @@
 """Prompts: texts, conversations or token ids become checked token ids."""
 
 import functools
+import json
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -94,6 +95,9 @@ def check_messages(model: Model, index: int, messages: Sequence[Any]) -> None:
                 got = f"the {name} {shown(message[name])}" if name in message else f"no {name}"
                 raise bad_message(rule, i, index, f"has {got}")
         for name, value in message.items():
+            if name == "tool_calls" and isinstance(value, list):
+                length += len(json.dumps(value, default=str))
+                continue
             if not isinstance(name, str) or not isinstance(value, str | None):
                 raise bad_message("The fields of a message must be texts", i, index, f"has {shown(value)}")
             length += len(value or "")

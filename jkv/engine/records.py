@@ -32,6 +32,8 @@ class RowOutputs(NamedTuple):
     hidden: np.ndarray | None  # [steps, D] after the final norm; None unless sentences are compared
     experts: np.ndarray | None = None  # [steps, L, A] that its tokens went through; None unless asked for
     log_probs_own: Sequence[float] = ()  # of the model's own distribution, for requests that ask for it
+    top_tokens: Sequence[list[int]] = ()  # the most likely ones at each place, for requests that ask for them
+    top_log_probs: Sequence[list[float]] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ import numpy as np
 
 from jkv.cache.slot_size import slot_size_of
 from jkv.checkpoints.state_dicts import params_from
-from jkv.checks import check_counts, check_length, did_you_mean, out_of_range, shown, typed
+from jkv.checks import check_between, check_counts, check_least, check_length, did_you_mean, out_of_range, shown, typed
 from jkv.engine.prompts import check_ids, num_elements, too_long
 from jkv.errors import InputError, refused
 from jkv.eviction import Policy
@@ -23,7 +23,7 @@ from jkv.eviction.policy import compacted, until_token
 from jkv.limits import MOST_SAMPLES
 from jkv.model.joined import GROUPS, joined_of
 from jkv.model.params import Model, ModelConfig, Params
-from jkv.model.sampling import Sampling, request_id
+from jkv.model.sampling import MOST_TOP, Sampling, request_id
 from jkv.model.weights import all_finite, check_same, committed, joined_as
 from jkv.policies import POLICIES, full
 from jkv.reasoning.sentences import Sentences
@@ -32,6 +32,9 @@ from pallas_kernels.quantised import Format
 MOST_NEW_TOKENS = 32_768  # of a completion whose limit is left open: as far as makers of reasoning models run theirs
 MOST_STOPS = 1_000  # stop strings of a request
 LONGEST_STOP = 1_000  # characters of each
+MOST_BIAS = 100  # OpenAI's and vLLM's limit
+MOST_BAD_WORDS, LONGEST_BAD_WORD = 32, 8  # sequences of a request, and tokens of each
+MOST_ENDS = 32  # tokens that end a request with min_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +60,11 @@ class Request:
       first: tokens of the first turn's prompt, where this is a later turn, or of the prompt's first piece, where it enters in
         pieces; else 0.
       model_logprobs: whether log-probabilities under the model's own distribution are returned, too.
+      top_logprobs: how many most likely tokens of each place are returned.
+      logit_bias: tokens, and what is added to their logits.
+      allowed_ids: the only tokens that may be drawn; empty for all.
+      min_tokens: tokens before any that ends it may be drawn.
+      bad_words: sequences of tokens that its completion may not hold.
     """
 
     prompt: np.ndarray
@@ -76,6 +84,16 @@ class Request:
     num_kept: int = 0
     first: int = 0
     model_logprobs: bool = False
+    top_logprobs: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def has_biases(self) -> bool:
+        """Whether it changes the logits of single tokens."""
+        return bool(self.logit_bias or self.allowed_ids or self.min_tokens)
 
     @property
     def first_prompt(self) -> int:
@@ -153,6 +171,13 @@ class RequestOptions:
         text, and not messages, always may have them.
       model_logprobs: whether the result also has each token's log-probability under the model's own distribution: at
         temperature 1, without penalties and cuts.
+      top_logprobs: how many most likely tokens of each place the result also has, under the model's own distribution; up to 20.
+      logit_bias: token ids, and what is added to their logits before anything else, in [-100, 100]. The log-probabilities of
+        the draws are of the changed distribution; `jkv.score` knows neither these changes nor the following ones.
+      allowed_token_ids: the only token ids that may be drawn; None for all.
+      min_tokens: tokens before one that ends the completion may be drawn; stop texts may end it before.
+      bad_words: sequences of token ids that the completion may not hold: the last token of each is not drawn after the others.
+        Up to 32, of up to 8 tokens.
 
     Raises:
       ValueError: a setting of another type, or out of its range.
@@ -170,14 +195,22 @@ class RequestOptions:
     prompt_piece: int | None = None
     parse_special: bool = False
     model_logprobs: bool = False
+    top_logprobs: int = 0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    min_tokens: int = 0
+    bad_words: Sequence[Sequence[int]] = ()
 
     def __post_init__(self) -> None:
         kinds: dict[str, Any] = {"n": int, "max_new_tokens": int | None, "first_sample": int, "cache_salt": str}
         kinds |= {"prompt_piece": int | None, "parse_special": bool, "model_logprobs": bool}
+        kinds |= {"top_logprobs": int, "min_tokens": int}
         for name, kind in kinds.items():  # Python's numbers: products of NumPy's small ones overflow.
             object.__setattr__(self, name, typed(name, getattr(self, name), kind))
         check_counts(n=self.n, max_new_tokens=self.max_new_tokens, prompt_piece=self.prompt_piece)
         check_num_samples(self.n, 1)
+        check_between(0, MOST_TOP, top_logprobs=self.top_logprobs)
+        check_least(0, min_tokens=self.min_tokens)
         check_sampling(self.sampling)
 
 
@@ -247,6 +280,7 @@ def make_requests(
     seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
     ends = config.end_ids if options.stop_ids is None else check_stop_ids(options.stop_ids, config.vocab_size)
     check_stop_strings(model, options.stop_strings)
+    biases = biases_of(options, ends, config.vocab_size)
     seen: collections.Counter[int] = collections.Counter()
     requests = []
     for i, (prompt, policy) in enumerate(zip(prompts, policies, strict=True)):
@@ -264,7 +298,10 @@ def make_requests(
         common = (prompt, policy, sampling, seed, prompt_id)
         rest: Any = (limit, ends, tuple(options.stop_strings), asked is None, until_token(policy, model), forced[i])
         named: Any = {"cache_salt": options.cache_salt, "first": piece if piece < len(prompt) else 0}
-        named["model_logprobs"] = options.model_logprobs
+        named |= {"model_logprobs": options.model_logprobs, "top_logprobs": options.top_logprobs} | biases
+        if options.min_tokens > limit:
+            rule = "{field} must be at most {max_new_tokens}, {limit} here; got {got}."
+            raise InputError(rule, field="min_tokens", code="conflict", limit=limit, got=options.min_tokens)
         requests.append([Request(*common, sample, *rest, **named) for sample in samples])
         seen[prompt_id] += n
     return requests
@@ -322,8 +359,42 @@ def check_forcing(options: RequestOptions, sampling: Sampling) -> None:
     if sampling.draws == "truncated":
         rule = "{field} need a distribution that cuts none of them; got top_p, top_k or min_p. Leave them out of sampling."
         raise InputError(rule, field="forced_tokens", code="conflict")
+    for name in ("allowed_token_ids", "min_tokens", "bad_words"):
+        if getattr(options, name):
+            raise InputError("{field} may exclude forced tokens; got both. Leave one out.", field=name, code="conflict")
     if options.stop_strings:
         raise InputError("{field} would cut forced tokens; got both. Leave one out.", field="stop_strings", code="conflict")
+
+
+def biases_of(options: RequestOptions, ends: Sequence[int], vocab_size: int) -> dict[str, Any]:
+    """What a request changes of single logits: fields of `Request`, checked. `ends` are the tokens that end it."""
+    bias, allowed = options.logit_bias or {}, options.allowed_token_ids
+    check_length("logit_bias", list(bias), vocab_size, "token ids")
+    if allowed is not None:
+        check_length("allowed_token_ids", allowed, vocab_size, "token ids")
+    check_length("bad_words", options.bad_words, MOST_BAD_WORDS, "lists of token ids")
+    for word in options.bad_words:
+        if check_length("bad_words", word, LONGEST_BAD_WORD, "token ids") == 0:
+            raise out_of_range("bad_words", "have at least one token each", word)
+    words = [token for word in options.bad_words for token in word]
+    for field, ids in (("logit_bias", bias), ("allowed_token_ids", allowed or ()), ("bad_words", words)):
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocab_size:
+                raise out_of_range(field, f"have token ids in [0, {vocab_size})", token)
+    for value in bias.values():
+        check_between(-MOST_BIAS, MOST_BIAS, logit_bias=typed("logit_bias", value, float))
+    if allowed is not None and not set(allowed) - (set(ends) if options.min_tokens else set()):
+        rule = "{field} must have a token that may be drawn, with min_tokens one that ends nothing; got {got}."
+        raise InputError(rule, field="allowed_token_ids", code="conflict", got=shown(list(allowed)))
+    if options.min_tokens and len(ends) > MOST_ENDS:
+        rule = "{field} need at most {most} tokens that end a completion; got {got}."
+        raise InputError(rule, field="min_tokens", code="conflict", most=MOST_ENDS, got=len(ends))
+    return {
+        "logit_bias": tuple((int(token), float(value)) for token, value in bias.items()),
+        "allowed_ids": tuple(sorted({int(token) for token in allowed or ()})),
+        "min_tokens": options.min_tokens,
+        "bad_words": tuple(tuple(map(int, word)) for word in options.bad_words),
+    }
 
 
 def check_stop_ids(stop_ids: Any, vocab_size: int) -> tuple[int, ...]:

@@ -39,6 +39,8 @@ class Result:
       logprobs_full: the same before penalties, top-k, top-p and min-p: under the model's own distribution, with temperature.
       model_logprobs: `[n, T]` float32, under the model's own distribution: at temperature 1, without penalties and cuts. None
         unless asked for (`jkv.RequestOptions`).
+      top_logprobs: of each token of each sample, the most likely tokens at its place under the model's own distribution, best
+        first, with their log-probabilities. None unless asked for.
       finish_reason: of each sample: "stop" (an end token of the model, or a stop id or stop string), "length",
         "cancelled" (by the caller, or Ctrl-C; its tokens are kept), "error" (something of its own failed: `samples[i].error`
         has the exception), or "nan" (the model gave no finite probabilities).
@@ -75,6 +77,7 @@ class Result:
     policy_version: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 0), np.int32))
     routed_experts: np.ndarray | None = None
     model_logprobs: np.ndarray | None = None
+    top_logprobs: list[list[dict[int, float]]] | None = None
 
     def __repr__(self) -> str:
         lines = [
@@ -198,6 +201,7 @@ def make_result(model: Model, samples: Sequence[Sample], run: RunStats, is_trace
         policy_version=version,
         routed_experts=experts_of(model.config, samples),
         model_logprobs=log_probs_own if any(request.model_logprobs for request in requests) else None,
+        top_logprobs=[c.top for c in completions] if any(request.top_logprobs for request in requests) else None,
         slot_bytes=2 * model.params.config.head_size * model.params.embedding.dtype.itemsize,
     )
 

@@ -91,7 +91,9 @@ class Flight:
             steered, hidden, experts = (None if x is None else x[: counts[i], i] for x in by_step)
             goes_on = bool(outputs.is_running[i])
             own = log_prob_own[: counts[i], i].tolist()
-            return RowOutputs(tokens, log_probs, full, goes_on, dropped, is_read, steered, hidden, experts, own)
+            top = (outputs.top_token, outputs.top_log_prob) if self.rows[i].request.top_logprobs else (None, None)
+            tops = [() if x is None else x[: counts[i], i].tolist() for x in top]
+            return RowOutputs(tokens, log_probs, full, goes_on, dropped, is_read, steered, hidden, experts, own, *tops)
 
         return {i: row(i) for i, sample in self.rows.items() if not sample.is_finished}
 

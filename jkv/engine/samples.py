@@ -33,6 +33,9 @@ class Completion:
     log_probs: list[float] = dataclasses.field(default_factory=list)
     log_probs_full: list[float] = dataclasses.field(default_factory=list)  # before penalties and cuts
     log_probs_own: list[float] = dataclasses.field(default_factory=list)  # of the model's own distribution, where asked for
+    top: list[dict[int, float]] = dataclasses.field(
+        default_factory=list
+    )  # log-probabilities of most likely tokens, where asked for
     versions: list[int] = dataclasses.field(default_factory=list)  # of the weights behind each token
     finish_reason: str = ""
     trace: Trace | None = None  # of the finished sample, when traced
@@ -309,7 +312,7 @@ class Sample:
     def recall(self) -> None:
         """Takes the tokens that events have had as its own, where it ends before it has drawn them again."""
         if self.is_behind and self.emitted is not None:
-            for name in ("tokens", "log_probs", "log_probs_full", "log_probs_own", "versions"):
+            for name in ("tokens", "log_probs", "log_probs_full", "log_probs_own", "top", "versions"):
                 setattr(self.completion, name, getattr(self.emitted, name)[: self.num_emitted_tokens])
 
     @property

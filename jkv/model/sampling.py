@@ -58,6 +58,7 @@ def sum_all(arrays: list[Num[Array, "*N S"]]) -> Any:
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-6, 1e30  # float32, with room for what logits are divided by and into
 LEAST_REPETITION, MOST_REPETITION = 0.01, 100.0  # of any use, and logits stay in the range of float32
 MOST_PENALTY = 2.0  # OpenAI's and vLLM's limit
+MOST_TOP = 20  # most likely tokens of a place that are returned; OpenAI's limit
 DRAWS = ("greedy", "sampled", "truncated")  # the most likely token; a draw from all; a draw of what is not cut
 
 
@@ -259,6 +260,27 @@ def own_log_prob(logits: Float[Array, "*B V"], token: Int[Array, "*B"]) -> Float
     below_BV = logits.astype(jnp.float32) - logits.max(axis=-1, keepdims=True).astype(jnp.float32)
     picked = jnp.take_along_axis(below_BV, token[..., None], axis=-1)[..., 0]
     return picked - jnp.log(row_sum(jnp.exp(below_BV)))[..., 0]
+
+
+def top_log_probs(
+    logits: Float[Array, "*B V"], is_asked: Bool[Array, ""]
+) -> tuple[Int[Array, "*B top"], Float[Array, "*B top"]]:
+    """The MOST_TOP most likely tokens under the model's own distribution, best first, and their log-probabilities in nats.
+
+    Zeros, without the work, where they are not asked for.
+    """
+    count = min(MOST_TOP, logits.shape[-1])
+
+    def find(logits: Float[Array, "*B V"]) -> tuple[Int[Array, "*B top"], Float[Array, "*B top"]]:
+        below = logits.astype(jnp.float32) - logits.max(axis=-1, keepdims=True).astype(jnp.float32)
+        best, token = jax.lax.top_k(below, count)
+        return token.astype(jnp.int32), best - jnp.log(jnp.exp(below).sum(axis=-1, keepdims=True))  # as `own_log_prob` has it
+
+    def leave_out(logits: Float[Array, "*B V"]) -> tuple[Int[Array, "*B top"], Float[Array, "*B top"]]:
+        shape = *logits.shape[:-1], count
+        return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+
+    return jax.lax.cond(is_asked, find, leave_out, logits)
 
 
 def any_cuts(rows: SamplingRows) -> Bool[Array, ""]:

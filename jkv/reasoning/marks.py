@@ -11,6 +11,7 @@ import functools
 from typing import Any, NamedTuple
 
 from jkv.reasoning.token_text import END_OF_THINKING, THINK, Decoder, byte_values, token_of
+from jkv.reasoning.tool_calls import SPECIAL_MARKS
 
 
 class Marks(NamedTuple):
@@ -82,11 +83,12 @@ def marks_of(tokenizer: Any) -> Marks:
 
 @functools.lru_cache(maxsize=8)
 def completion_decoder(tokenizer: Any) -> Decoder:
-    """The text of a completion's tokens, without special tokens other than the marks."""
-    kept = format_of(tokenizer).tokens
+    """The text of a completion's tokens, without special tokens other than the marks, of tool calls too."""
+    special = {index: str(token) for index, token in getattr(tokenizer, "added_tokens_decoder", {}).items() if token.special}
+    kept = format_of(tokenizer).tokens | {index for index, text in special.items() if text in SPECIAL_MARKS}
     if not kept:
         return Decoder(lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True), byte_values(tokenizer))
-    dropped = frozenset(index for index, token in tokenizer.added_tokens_decoder.items() if token.special) - kept
+    dropped = special.keys() - kept
 
     def decode(tokens: Any) -> str:
         return tokenizer.decode([token for token in map(int, tokens) if token not in dropped], skip_special_tokens=False)

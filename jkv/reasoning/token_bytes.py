@@ -58,9 +58,10 @@ class PartReader:
             self.start += self._stream.num_characters - before
         return TokenPart(name_of(self.tokenizer, token, value), value, start)
 
-    def name(self, token: int) -> str:
-        """The name of a token that might have been the next one."""
-        return name_of(self.tokenizer, token, bytes_of(self.tokenizer, self.decode, token, self._is_first))
+    def other(self, token: int) -> tuple[str, bytes]:
+        """The name and the bytes of a token that might have been the next one."""
+        value = bytes_of(self.tokenizer, self.decode, token, self._is_first)
+        return name_of(self.tokenizer, token, value), value
 
 
 def name_of(tokenizer: Any, token: int, value: bytes) -> str:

@@ -332,17 +332,16 @@ def entropy_of(log_probs: Float[Array, "*n V"]) -> Float[Array, "*n"]:
 
 
 @jax.jit
-def greedy_choices(params: Params, token: Int[Array, "n T"]) -> tuple[Int[Array, "n T"], Float[Array, "n T"]]:
-    """The most likely token at each place, with a full cache of those before it, and its log-probability; 0 at the first."""
+def likely_choices(params: Params, token: Int[Array, "n T"]) -> tuple[Int[Array, "n T top"], Float[Array, "n T top"]]:
+    """The most likely tokens at each place, best first, with a full cache of those before it, and their log-probabilities in
+    nats; zeros at the first.
+    """
     hidden = hidden_states(params, token, dense_columns(params.config, *token.shape))
 
-    def log_probs(hidden_nID: Float[Array, "n I D"]) -> Float[Array, "n I V"]:
-        return jax.nn.log_softmax(decoder.unembed(params, hidden_nID).astype(jnp.float32))
+    def find(hidden_nID: Float[Array, "n I D"]) -> tuple[Int[Array, "n I top"], Float[Array, "n I top"]]:
+        return distributions.top_log_probs(decoder.unembed(params, hidden_nID), jnp.bool_(True))
 
-    choice = over_blocks(lambda block: log_probs(block).argmax(axis=-1).astype(jnp.float32), hidden)  # exact up to 2**24
-    best = over_blocks(lambda block: log_probs(block).max(axis=-1), hidden)
-    choice, best = (jnp.roll(x, 1, axis=1).at[:, 0].set(0) for x in (choice, best))
-    return choice.astype(jnp.int32), best
+    return jax.tree.map(lambda x: jnp.roll(x, 1, axis=1).at[:, 0].set(0), over_blocks(find, hidden))
 
 
 def counter_of(
@@ -390,7 +389,7 @@ def log_distributions(
 def over_blocks(f: Callable[..., Any], *arrays: Array) -> Any:
     """`f` of arrays `[n, T, ...]`, one block of tokens at a time, so that only one block of logits exists at once.
 
-    `f` returns arrays `[n, I]` of a block's tokens; returned are these arrays of all tokens, `[n, T]`.
+    `f` returns arrays `[n, I, ...]` of a block's tokens; returned are these arrays of all tokens, `[n, T, ...]`.
     """
     num_samples, total = arrays[0].shape[:2]
 
@@ -399,7 +398,7 @@ def over_blocks(f: Callable[..., Any], *arrays: Array) -> Any:
         return jnp.moveaxis(padded.reshape(num_samples, -1, UNEMBED_BLOCK, *x.shape[2:]), 1, 0)
 
     out = jax.lax.map(lambda block: f(*block), tuple(blocks(x) for x in arrays))
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(num_samples, -1)[:, :total], out)
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(num_samples, -1, *x.shape[3:])[:, :total], out)
 
 
 def round_up(size: int) -> int:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import hmac
 import importlib.metadata
 import json
 import logging
@@ -15,26 +14,31 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from jkv.checks import DISTRIBUTION, need_tokenizer, shown
+from jkv.checks import DISTRIBUTION, MOST_SHOWN, need_tokenizer, shown
 from jkv.engine.results import Result
 from jkv.engine.service import Service, Ticket
 from jkv.errors import InputError
 from jkv.model.params import Model
 from jkv.serving.about import About
+from jkv.serving.access import Access
 from jkv.serving.conversations import Conversations, Stored
 from jkv.serving.errors import RefusalError, error_body, refusal_of
-from jkv.serving.jobs import Encoder, Job, fitted, flat, gathered, make_job, make_turn, until_gone, when_all_end
+from jkv.serving.jobs import Encoder, Job, fitted, gathered, make_job, make_turn, until_gone, when_all_end
 from jkv.serving.metrics import Metrics
 from jkv.serving.options import ServerOptions
+from jkv.serving.other_names import renamed
 from jkv.serving.requests import (
     KNOWN,
     ChatFields,
     CompletionFields,
     F,
+    TemplateFields,
     ignored_of,
     parse,
     read_fields,
@@ -45,8 +49,13 @@ from jkv.serving.streaming import EventStream, stream
 
 LOGGER = logging.getLogger("jkv.serving")
 RETRY_SECONDS = 1  # after which a client that was refused may try again
+MOST_NAMES = 32  # of ignored fields in a header
+EXPOSED = ("x-request-id", "x-jkv-ignored", "x-jkv-prompt-piece", "retry-after")  # headers that other sites' pages may read
 LONGEST_ID = 128  # characters of a request's id
 PAGE = Path(__file__).with_name("page.html")
+ABSENT = {  # endpoints of OpenAI that clients may expect, and why they are not here
+    "/v1/embeddings": "this server completes texts, and makes no embeddings",
+}
 KINDS: dict[str, tuple[type[ChatFields] | type[CompletionFields], str]] = {
     "/v1/chat/completions": (ChatFields, "chat.completion"),
     "/v1/completions": (CompletionFields, "text_completion"),
@@ -74,7 +83,7 @@ class Server:
         need_tokenizer(model.tokenizer, "A server passes texts")
         self.service, self.options = service, options
         self.name = options.name or model.name
-        self.encoder = Encoder(model, options.parse_special)
+        self.encoder = Encoder(model, options.parse_special, options.tool_form)
         self.metrics = Metrics(service.engine, self.name, self.num_unbegun)
         self.most_open = service.engine.capacity.max_running + options.max_waiting
         self.num_open, self.began = 0, int(time.time())
@@ -82,6 +91,7 @@ class Server:
         self.cancels = set[Callable[[], None]]()  # of open calls
         self.conversations = Conversations(options, self.metrics.count_forgotten)
         self.scorer = PromptScorer(options.time_limit)
+        self.access = Access(options.keys, options.trainer_key, options.hosts)
 
     @property
     def model(self) -> Model:
@@ -100,7 +110,7 @@ class Server:
         self.check_model(fields.model)
         fields.check_format(self.service.engine.options.kv_dtype)
         self.check_room(fields.n)
-        head = Head(name, self.name)
+        head = Head(name, self.name, "abort" if self.options.abort_reason else "length")
         last = self.last_of(fields)
         job = await self.make_job(fields, last)
         if job.row is None and (piece := max((group[0].first for group in job.groups), default=0)):
@@ -164,17 +174,14 @@ class Server:
                     ticket.cancel()
                 raise
         if isinstance(fields, ChatFields) and fields.store and tickets:
-            messages = [*before, *map(flat, fields.messages)]
-            self.conversations.add(head.id, Stored(tickets[0], messages, job.thinks))
+            messages = [*before, *self.encoder.plain(fields.messages)]
+            self.conversations.add(head.id, Stored(tickets[0], messages, job.thinks, job.calls))
         return tickets
 
     async def score(self, job: Job) -> list[list[Likely | None]] | None:
-        """How likely the prompts' tokens are, if they are to be echoed with that."""
-        fields = job.fields
-        if not job.is_scored:
-            return None
-        assert isinstance(fields, CompletionFields)
-        return await self.scorer.score(self.model, job.prompts, bool(fields.logprobs))
+        """How likely the prompts' tokens are, if the response has that."""
+        count = job.fields.num_scored
+        return None if count is None else await self.scorer.score(self.model, job.prompts, count)
 
     def begin(self, request: Request, job: Job, tickets: Sequence[Ticket], name: str) -> Callable[[], None]:
         """Counts a call as open and starts its clock; returns what must be called at its end, whatever ends it."""
@@ -197,7 +204,7 @@ class Server:
             for ticket in tickets:
                 self.unfinished.pop(ticket)
             seconds = time.perf_counter() - began
-            when_all_end(tickets, lambda: self.record(request.url.path, name, job, tickets, seconds))
+            when_all_end(tickets, lambda: self.record(request, name, job, tickets, seconds))
 
         return finish
 
@@ -207,12 +214,12 @@ class Server:
         for cancel in list(self.cancels):
             cancel()
 
-    def record(self, path: str, name: str, job: Job, tickets: Sequence[Ticket], seconds: float) -> None:
+    def record(self, request: Request, name: str, job: Job, tickets: Sequence[Ticket], seconds: float) -> None:
         """Counts and logs a call whose requests have all ended."""
         results = [ticket.result() for ticket in tickets if not ticket.exception()]
         for result in results:
             self.metrics.count_result(result, job.fields.n, job.fields.limit)
-        LOGGER.info(log_line(path, name, job, results, seconds))
+        LOGGER.info(log_line(request.url.path, name, request.state.key, job, results, seconds))
 
     def num_unbegun(self) -> int:
         """Samples that were submitted, and that the engine has not taken yet."""
@@ -220,9 +227,9 @@ class Server:
 
     async def read(self, kind: type[F], request: Request) -> F:
         """The fields of a request's body; a header of the answer names those that are ignored."""
-        body = await self.read_body(request)
+        body = renamed(await self.read_body(request), issubclass(kind, TemplateFields))
         if ignored := ignored_of(kind, body):
-            request.state.headers["x-jkv-ignored"] = ", ".join(sorted(ignored))
+            request.state.headers["x-jkv-ignored"] = header_of(ignored)
         fields = read_fields(kind, body)
         request.state.names = fields.names
         return fields
@@ -283,15 +290,18 @@ class Server:
         is_chat = bool(getattr(self.model.tokenizer, "chat_template", None))
         return HTMLResponse(PAGE.read_text(encoding="utf-8").replace("IS_CHAT", str(is_chat).lower()))
 
-    def guarded(self, endpoint: Endpoint, is_open: bool = False) -> Endpoint:
-        """An endpoint that answers with an error in OpenAI's shape, and asks for the key unless it is open."""
+    def guarded(self, endpoint: Endpoint, is_open: bool = False, is_trainer: bool = False) -> Endpoint:
+        """An endpoint that answers with an error in OpenAI's shape, and asks for a key, or the trainer's, unless it is open."""
 
         async def answer(request: Request) -> Response:
             request.state.headers, request.state.names = {"x-request-id": id_of(request, None)}, {}
             try:
-                if not is_open:
-                    self.check_key(request)
-                return await endpoint(request)
+                self.access.check_host(request.headers)
+                request.state.key = "" if is_open else self.access.name_of(request.headers, is_trainer)
+                response = await endpoint(request)
+                for name, value in request.state.headers.items():
+                    response.headers.setdefault(name, value)
+                return response
             except ClientDisconnect:
                 refusal = RefusalError(499, "The client has gone.")
             except RefusalError as error:
@@ -309,14 +319,6 @@ class Server:
 
         return answer
 
-    def check_key(self, request: Request) -> None:
-        """Refuses a request without the key."""
-        key = self.options.api_key
-        kind, _, given = request.headers.get("authorization", "").partition(" ")
-        if key is not None and not (kind.lower() == "bearer" and hmac.compare_digest(given.encode(), key.encode())):
-            message = "The header must be `Authorization: Bearer KEY` with the server's key; it is missing or wrong."
-            raise RefusalError(401, message, headers={"www-authenticate": "Bearer"})
-
 
 def make_app(service: Service, options: ServerOptions | None = None) -> Starlette:
     """The application of a served engine."""
@@ -326,6 +328,7 @@ def make_app(service: Service, options: ServerOptions | None = None) -> Starlett
         *(Route(path, server.guarded(server.complete), methods=["POST"]) for path in KINDS),
         Route("/v1/models", server.guarded(about.models)),
         Route("/v1/models/{name:path}", server.guarded(about.one_model)),
+        *(Route(path, server.guarded(absent(why)), methods=["POST"]) for path, why in ABSENT.items()),
         Route("/tokenize", server.guarded(about.tokenize), methods=["POST"]),
         Route("/detokenize", server.guarded(about.detokenize), methods=["POST"]),
         Route("/tokenizer_info", server.guarded(about.tokenizer_info)),
@@ -348,10 +351,27 @@ def make_app(service: Service, options: ServerOptions | None = None) -> Starlett
         headers = {"x-request-id": id_of(request, None)} | dict(error.headers or {})
         return JSONResponse(error_body(error.status_code, message), error.status_code, headers)
 
-    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: refuse})
+    pages = Middleware(
+        CORSMiddleware,
+        allow_origins=server.options.origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        expose_headers=EXPOSED,
+    )
+    middleware = [pages] if server.options.origins else []
+    app = Starlette(routes=routes, middleware=middleware, lifespan=lifespan, exception_handlers={HTTPException: refuse})
     app.router.redirect_slashes = False  # a redirection has no body, and names the host that the client named
     app.state.server, app.state.about = server, about
     return app
+
+
+def absent(why: str) -> Endpoint:
+    """An endpoint that is not served."""
+
+    async def refuse(request: Request) -> Response:
+        raise RefusalError(404, f"{request.url.path} is not served: {why}.", code="unsupported")
+
+    return refuse
 
 
 def id_of(request: Request, given: str | None) -> str:
@@ -361,11 +381,22 @@ def id_of(request: Request, given: str | None) -> str:
     return name if is_fine else secrets.token_hex(16)
 
 
-def log_line(path: str, name: str, job: Job, results: Sequence[Result], seconds: float) -> str:
-    """A request in one line, without its text."""
+def header_of(names: Sequence[str]) -> str:
+    r"""Names as the value of a header, whatever is in them.
+
+    >>> header_of(["user", "a\nb"])
+    'a\\nb, user'
+    """
+    safe = [name[:MOST_SHOWN].encode("unicode_escape").decode() for name in sorted(names)[:MOST_NAMES]]
+    return ", ".join(safe)
+
+
+def log_line(path: str, name: str, key: str, job: Job, results: Sequence[Result], seconds: float) -> str:
+    """A request in one line, without its text; `key` is the name of its key."""
     end = "error" if job.groups else "length"  # without a result, where nothing was asked for or all failed
     record = {
         "id": name,
+        **({"key": key} if key else {}),
         "prompt_tokens": sum(map(len, job.prompts)),
         "tokens": sum(int(result.lengths.sum()) for result in results),
         "finish": sorted({reason_of(reason) or "" for result in results for reason in result.finish_reason} or {end}),

@@ -15,8 +15,10 @@ from jkv.engine.kept_rows import ENDS
 from jkv.engine.service import Ticket
 from jkv.reasoning.marks import marks_of
 from jkv.serving.errors import RefusalError
+from jkv.serving.jobs import Calls
+from jkv.serving.messages import plain
 from jkv.serving.options import ServerOptions
-from jkv.serving.responses import message_of
+from jkv.serving.responses import AnswerReader, message_of
 
 
 @dataclasses.dataclass(eq=False)
@@ -27,22 +29,23 @@ class Stored:
       ticket: of its request; None once another response continues it.
       messages: of the conversation, with the messages of its request.
       thinks: whether its prompt ends in thinking.
+      calls: how its tool calls are found.
       later: the id of the response that continues it, if one does.
     """
 
     ticket: Ticket | None
     messages: list[Any]
     thinks: bool
+    calls: Calls | None = None
     later: str = ""
 
     @property
-    def reply(self) -> dict[str, Any]:
+    def reply(self) -> Any:
         """The response's own message, once it is finished."""
         assert self.ticket is not None
         result = self.ticket.result()
         assert result.text is not None
-        message = message_of(result.text[0], self.thinks, False, marks_of(result.tokenizer))
-        return {"role": "assistant", "content": message["content"]}
+        return plain(message_of(result.text[0], AnswerReader(marks_of(result.tokenizer), self.thinks, self.calls)))
 
 
 class Conversations:

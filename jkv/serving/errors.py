@@ -1,5 +1,6 @@
 """Errors in OpenAI's shape, with the names that clients have for the engine's arguments."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,6 +37,9 @@ NAMES = {  # of the engine's arguments, for clients
 }
 
 
+TOO_LONG = "context_length_exceeded"
+
+
 class RefusalError(Exception):
     """A request that is not served.
 
@@ -65,7 +69,37 @@ def refusal_of(error: ValueError, names: Mapping[str, str] = NAMES) -> RefusalEr
     if not isinstance(error, InputError):
         return RefusalError(400, str(error))
     param = None if error.field is None else names.get(error.field, error.field)
+    if error.code == "does_not_fit" and error.field in (None, "prompt", "tokens"):
+        return RefusalError(400, too_long(error, names), param or names.get("prompt", "prompt"), TOO_LONG)
     return RefusalError(400, error.told(names), param, error.code)
+
+
+def too_long(error: InputError, names: Mapping[str, str]) -> str:
+    """A prompt or completion that does not fit, in the words by which clients know this error."""
+    own, most, length, asked = error.told(names), *(error.values.get(name) for name in ("most", "length", "asked"))
+    if not isinstance(most, int):  # it is the pool that is too small
+        return own
+    count = str(length).replace(",", "")
+    if "asked" not in error.values or not count.isdigit():
+        return f"This model's maximum context length is {most} tokens. However, this request needs more: {own}"
+    field, begin = names.get("max_new_tokens", "max_new_tokens"), f"your prompt has {count} tokens"
+    if str(asked).isdigit():
+        begin = (
+            f"you requested {int(count) + int(str(asked))} tokens ({count} in the prompt, {asked} in the completion, {field})"
+        )
+    return f"This model's maximum context length is {most} tokens. However, {begin}. Shorten the prompt, or lower {field}."
+
+
+def without_folders(message: str) -> str:
+    """A message in which absolute paths of files are names alone: clients need not know where the server keeps them.
+
+    Paths of endpoints stay.
+
+    >>> without_folders("/srv/models/config.json is damaged, and '/srv/my models/x'. Use /v1/completions or /generate.")
+    "config.json is damaged, and 'x'. Use /v1/completions or /generate."
+    """
+    message = re.sub(r"""(['"])(?:/|[A-Za-z]:\\)(?!v1/)[^'"\n]*[/\\]([^'"/\\\n]*)\1""", r"\1\2\1", message)
+    return re.sub(r"""(?<![\w/:.])(?:/(?!v1/)|\b[A-Za-z]:\\)(?:[^/\\\s'"]+[/\\])+""", "", message)
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str = "") -> dict[str, Any]:
@@ -75,4 +109,11 @@ def error_body(status: int, message: str, param: str | None = None, code: str = 
     'invalid_request_error'
     """
     kind = KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code or CODES.get(status, "server_error")}}
+    return {
+        "error": {
+            "message": without_folders(message),
+            "type": kind,
+            "param": param,
+            "code": code or CODES.get(status, "server_error"),
+        }
+    }

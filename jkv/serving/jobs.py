@@ -5,6 +5,7 @@ that goes away.
 import asyncio
 import bisect
 import dataclasses
+import re
 import secrets
 import sys
 import threading
@@ -32,6 +33,8 @@ from jkv.eviction.byte_budget import in_slots
 from jkv.model.params import Model
 from jkv.model.sampling import Sampling
 from jkv.reasoning.marks import marks_of
+from jkv.reasoning.tool_calls import FORMS, CallForm, CallSplitter, form_of
+from jkv.serving.messages import plain_messages
 from jkv.serving.options import ServerOptions
 from jkv.serving.requests import ChatFields, CompletionFields, TokenizeFields, policy_of
 from pallas_kernels.quantised import Format
@@ -133,7 +136,27 @@ def longest_text(engine: Engine, policy: Policy) -> int:
     return 1 + bisect.bisect_left(range(2, engine.model.config.max_positions + 1), True, key=is_too_long)
 
 
+TOOL_VARIABLES = ("tools", "xml_tools")  # the latter is SmolLM3's
 MOST_MARK = 16  # last tokens of a prompt, where it may begin the thinking
+
+
+@dataclasses.dataclass(frozen=True)
+class Calls:
+    """How the tool calls of a response are found.
+
+    Attributes:
+      form: in which the model writes them.
+      functions: the JSON schema of each function's arguments, by its name.
+      has_many: whether a response may have several.
+    """
+
+    form: CallForm
+    functions: Mapping[str, Any]
+    has_many: bool = True
+
+    def splitter(self) -> CallSplitter:
+        """A splitter for one answer."""
+        return CallSplitter(self.form, self.functions, self.has_many)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +168,7 @@ class Job:
       prompts: token ids.
       groups: the requests of each prompt; none where only the prompt is asked for.
       thinks: whether the first prompt ends in thinking.
+      calls: how tool calls are found; None where the model may call none.
       row: of the response that it continues, if it continues one.
     """
 
@@ -152,6 +176,7 @@ class Job:
     prompts: list[np.ndarray]
     groups: list[list[Request]]
     thinks: bool
+    calls: Calls | None = None
     row: KeptRow | None = None
 
     @property
@@ -161,9 +186,8 @@ class Job:
 
     @property
     def is_scored(self) -> bool:
-        """Whether its prompts are echoed with their log-probabilities."""
-        fields = self.fields
-        return isinstance(fields, CompletionFields) and fields.echo and fields.logprobs is not None
+        """Whether the log-probabilities of its prompts are returned."""
+        return self.fields.num_scored is not None
 
     @property
     def num_open(self) -> int:
@@ -177,10 +201,11 @@ class Encoder:
     Args:
       model: gives tokenizer and template.
       parse_special: whether messages may make control tokens.
+      tool_form: the name of the form in which the model writes tool calls; empty for the chat template's own.
     """
 
-    def __init__(self, model: Model, parse_special: bool = False) -> None:
-        self.model, self.parse_special, self._lock = model, parse_special, threading.Lock()
+    def __init__(self, model: Model, parse_special: bool = False, tool_form: str = "") -> None:
+        self.model, self.parse_special, self.tool_form, self._lock = model, parse_special, tool_form, threading.Lock()
         self._renderer = ChatRenderer(model.tokenizer) if has_chat_template(model.tokenizer) else None
 
     def close(self) -> None:
@@ -215,22 +240,54 @@ class Encoder:
         adds = not is_chat if fields.add_special_tokens is None else fields.add_special_tokens
         with self._lock:
             if is_chat:
-                text = self._readable(self._render(fields.messages, fields.template))
+                text = self._readable(self._render(self.plain(fields.messages), fields.template))
             return list(encode_text(unbounded(self.model), 0, text, is_chat=not adds)) if text else []
 
     def encode_chat(self, messages: Any, **options: Any) -> np.ndarray:
         """Token ids of a conversation; `options` are those of the chat template."""
         with self._lock:
-            return encode_prompt(self.model, 0, self._readable(self._render(messages, options)), is_chat=True)
+            return encode_prompt(self.model, 0, self._readable(self._render(self.plain(messages), options)), is_chat=True)
 
     def _readable(self, text: ChatText) -> str:
         """A rendered text as it is to be encoded: with `parse_special`, it does not know what users wrote."""
         return str(text) if self.parse_special else text
 
-    def _render(self, messages: Any, options: Mapping[str, Any]) -> ChatText:
-        messages = flat_messages(messages)
-        check_messages(self.model, 0, messages)
-        return self.renderer.render(messages, **options)
+    def plain(self, messages: Any) -> list[Any]:
+        """Messages as the chat template reads them."""
+        return plain_messages(messages, self.renderer.template)
+
+    def calls(self, fields: ChatFields) -> Calls | None:
+        """How the tool calls of a response are found; None where the model may call none.
+
+        Raises:
+          InputError: a template that passes no tools on, or that writes calls in an unknown form.
+        """
+        if fields.functions is None:
+            return None
+        template = self.renderer.template_for(fields.tools)
+        if tool_variable(template) is None:
+            rule = "{field} need a chat template that passes them on; this model's has no place for them. Leave them out."
+            raise InputError(rule, field="tools", code="unsupported")
+        form = FORMS[self.tool_form] if self.tool_form else form_of(template)
+        if form is None:
+            rule = (
+                "{field} need a chat template that writes calls in a known form ({known}); this model's writes none. Leave "
+                "them out, or start the server with --tool-form."
+            )
+            raise InputError(rule, field="tools", code="unsupported", known=", ".join(FORMS))
+        return Calls(form, fields.functions, fields.parallel_tool_calls)
+
+    def _render(self, messages: list[Any], options: Mapping[str, Any]) -> ChatText:
+        """What the template writes of plain messages; it receives tools under the name that it reads."""
+        options, tools = dict(options), options.get("tools")
+        if tools and (name := tool_variable(self.renderer.template_for(tools))) not in (None, "tools"):
+            options[name] = options["tools"]
+        try:
+            check_messages(self.model, 0, messages)
+            return self.renderer.render(messages, **options)
+        except RecursionError:
+            rule = "{field} and tools must not be nested so deep; they have too many levels. Flatten them."
+            raise InputError(rule, field="messages", code="too_long") from None
 
     def encode_after(self, history: list[Any], messages: Any, last_token: int, **options: Any) -> np.ndarray:
         """Token ids of new messages after a reply, in the template's own form: from the end of the reply on.
@@ -242,10 +299,9 @@ class Encoder:
           ValueError: as `encode_chat`; or the template does not write a reply as it is, so that nothing comes after it.
         """
         mark = f"reply-{secrets.token_hex(8)}"
-        whole = [*history, {"role": "assistant", "content": mark}, *flat_messages(messages)]
-        check_messages(self.model, 0, whole)
+        whole = [*history, {"role": "assistant", "content": mark}, *self.plain(messages)]
         with self._lock:
-            text = self.renderer.render(whole, **options)
+            text = self._render(whole, options)
             if text.count(mark) != 1:
                 rule = (
                     "{field} needs a chat template that writes each reply once, as it is; this model's wrote it {count} times. "
@@ -257,33 +313,19 @@ class Encoder:
         return ids[1:] if len(ids) and ids[0] == last_token and last_token in self.model.config.end_ids else ids
 
 
+def tool_variable(template: str) -> str | None:
+    """The variable in which a chat template reads tools; None if it reads none.
+
+    >>> tool_variable("{% if tools %}"), tool_variable("{% if xml_tools %}"), tool_variable("{{ messages }}")
+    ('tools', 'xml_tools', None)
+    """
+    return next((name for name in TOOL_VARIABLES if re.search(rf"\{{[%{{][^%}}]*\b{name}\b", template)), None)
+
+
 def unbounded(model: Model) -> Model:
     """The model as one of endless positions, for texts that are counted and not completed."""
     config = dataclasses.replace(model.config, max_positions=sys.maxsize)
     return dataclasses.replace(model, params=dataclasses.replace(model.params, config=config))
-
-
-def flat_messages(messages: Any) -> list[Any]:
-    """At least one message, each with a text."""
-    if not isinstance(messages, list) or not messages:
-        rule = "{field} must be a list of at least one message; got {got}."
-        raise InputError(rule, field="messages", code="missing", got=shown(messages))
-    return [flat(message) for message in messages]
-
-
-def flat(message: Any) -> Any:
-    """A message whose content is a text, also where it came in parts.
-
-    >>> flat({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]})
-    {'role': 'user', 'content': 'ab'}
-    """
-    if not isinstance(message, Mapping) or not isinstance(message.get("content"), list):
-        return message
-    parts = message["content"]
-    if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
-        rule = "The parts of a message must be texts; got {got}. Leave out images and sounds."
-        raise InputError(rule, field="messages", code="wrong_type", got=shown(parts))
-    return {**message, "content": "".join(part["text"] for part in parts)}
 
 
 def make_turn(
@@ -311,16 +353,20 @@ def make_turn(
         rule = "{field} is the conversation's own with previous_response_id; got another one, {got}. Leave it out."
         raise InputError(rule, field="cache_salt", code="conflict", got=shown(fields.cache_salt))
     new = encoder.encode_after(history, fields.messages, int(row.transcript.tokens[-1]), **fields.template)
+    sampling = fields.sampling(model)
     request_options = RequestOptions(
-        sampling=fields.sampling(model),
+        sampling=sampling,
         max_new_tokens=fields.limit,
         stop_ids=fields.stop_ids(model),
         stop_strings=fields.stop_strings,
         prompt_piece=fields.prompt_piece,
-        model_logprobs=fields.model_logprobs,
+        **fields.returned(sampling),
+        **fields.excluded,
+        bad_words=fields.bad_tokens(model),
     )
     request = turns.next_request(model, row, new, request_options, fields.store)
-    return Job(fields, [request.prompt], [[request]], ends_in_thinking(model, request.prompt), row)
+    thinks = ends_in_thinking(model, request.prompt)
+    return Job(fields, [request.prompt], [[request]], thinks, encoder.calls(fields), row)
 
 
 def make_job(
@@ -332,27 +378,32 @@ def make_job(
       ValueError: a request that the model cannot serve.
     """
     model = encoder.model
+    calls = None
     if isinstance(fields, ChatFields):
+        calls = encoder.calls(fields)
         prompts = [encoder.encode_chat(fields.messages, **fields.template)]
     else:
         prompts = encoder.encode(fields.prompt)
     groups: list[list[Request]] = []
     if fields.limit != 0:
+        sampling = fields.sampling(model)
         request_options = RequestOptions(
             policy=policy_of(fields, options),
-            sampling=fields.sampling(model),
+            sampling=sampling,
             max_new_tokens=fields.limit,
             n=fields.n,
             stop_ids=fields.stop_ids(model),
             stop_strings=fields.stop_strings,
             cache_salt=fields.cache_salt or "",
             prompt_piece=fields.prompt_piece,
-            model_logprobs=fields.model_logprobs,
+            **fields.returned(sampling),
+            **fields.excluded,
+            bad_words=fields.bad_tokens(model),
         )
         made = make_requests(model, prompts, request_options, kv_format=kv_format)
         keep = isinstance(fields, ChatFields) and fields.store
         groups = [turns.with_keep(group, keep) for group in made]
-    return Job(fields, prompts, groups, isinstance(fields, ChatFields) and ends_in_thinking(model, prompts[0]))
+    return Job(fields, prompts, groups, isinstance(fields, ChatFields) and ends_in_thinking(model, prompts[0]), calls)
 
 
 def ends_in_thinking(model: Model, prompt: Sequence[int] | np.ndarray) -> bool:

@@ -3,51 +3,58 @@
 `jkv.serving.jobs` makes a `jkv.RequestOptions` of them.
 """
 
+import contextlib
 import dataclasses
+import hashlib
 import inspect
 import json
+import types
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from jkv.checks import MOST_SHOWN, check_length, did_you_mean, out_of_range, shown, typed
+from jkv.engine.prompts import encode_text
 from jkv.errors import InputError
 from jkv.eviction import Policy
 from jkv.model.params import Model
-from jkv.model.sampling import SAMPLING_FIELDS, Sampling
+from jkv.model.sampling import MOST_TOP, SAMPLING_FIELDS, Sampling
 from jkv.policies import POLICIES, make
 from jkv.policies.own import is_own
 from jkv.serving.errors import NAMES
+from jkv.serving.messages import MOST_TOOLS, functions_of, unread_of
 from jkv.serving.options import ServerOptions
 
 F = TypeVar("F", bound="Body")
-IGNORED = {  # of OpenAI and vLLM: they change nothing in a completion
-    *("function_call", "metadata", "moderation", "parallel_tool_calls", "prediction", "priority", "prompt_cache_key"),
-    *("prompt_cache_retention", "reasoning_effort", "safety_identifier", "service_tier", "spaces_between_special_tokens"),
-    *("tool_choice", "user", "verbosity"),
-}
+CONSTRAINED = "the engine constrains no text"
 REFUSED: dict[str, tuple[Any, str]] = {  # they would change a completion: the value that does not, and why others are refused
     "audio": (None, "the model writes text alone"),
-    "functions": ([], "no tools are called"),
+    "chat_template": (None, "conversations have the model's own template"),
+    "documents": ([], "conversations are messages and tools"),
+    "functions": ([], "it is the older form of tools. Send tools"),
     "include_stop_str_in_output": (False, "a text ends before its stop text"),
-    "logit_bias": ({}, "the engine adds nothing to single logits"),
-    "min_tokens": (0, "the engine has no least length"),
     "modalities": (["text"], "the model writes text alone"),
-    "response_format": ({"type": "text"}, "the engine constrains no text"),
+    "previous_response_id": (None, "only chats are stored"),
+    **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), (None, CONSTRAINED)),
+    **dict.fromkeys(("ebnf", "grammar", "json_schema", "regex", "structured_outputs"), (None, CONSTRAINED)),
+    "response_format": ({"type": "text"}, CONSTRAINED),
     "return_token_strs": (False, "token ids have texts at /detokenize"),
     "skip_special_tokens": (True, "special tokens are left out of texts; return_token_ids has them"),
     "store": (False, "only chats are stored"),
     "suffix": ("", "the model completes to the right only"),
-    "tools": ([], "no tools are called"),
+    "tools": ([], "only chats call tools"),
     "use_beam_search": (False, "tokens are drawn"),
     "web_search_options": (None, "nothing is searched"),
 }
+LONGEST_NUMBER = 100  # characters of one that comes as a text
+LIKE = 0.9  # how like a known name an unknown one is that is taken for a mistake, of at most 1
 IN_TEMPLATES = {  # names that rendering itself gives to a template: those of a request are fields of their own, or not served
     *("add_generation_prompt", "chat_template", "compiled_template", "continue_final_message", "conversation"),
     *("conversations", "messages", "return_assistant_tokens_mask", "return_dict", "self", "tokenize", "tools"),
 }
+TOOL_CHOICES = ("auto", "none")
+LIMITS = ("max_tokens", "max_completion_tokens")
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"  # vLLM's names of distributions: the model's own, and what is drawn from
-MOST_TOP = 1  # of most likely tokens: the engine computes the drawn token's log-probability alone
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,8 +79,17 @@ class Body:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TemplateFields(Body):
-    """What the chat template receives beside the messages."""
+    """What the chat template receives beside the messages.
 
+    Attributes:
+      tools: functions that the model may call.
+      tool_choice: "auto", or "none": then the template receives no tools, and calls are not looked for.
+      parallel_tool_calls: whether a response may have several calls; otherwise it has the first one.
+    """
+
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
@@ -81,10 +97,23 @@ class TemplateFields(Body):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_length("tools", self.tools or [], MOST_TOOLS, "tools")
+        functions_of(self.tools or [])
+        if self.tool_choice not in (None, *TOOL_CHOICES):
+            rule = (
+                '{field} must be "auto" or "none", as nothing here makes a model call a tool yet; got {got}. Leave it out, and '
+                "ask for the call in a message."
+            )
+            raise InputError(rule, field="tool_choice", code="unsupported", got=shown(self.tool_choice))
         for name in self.chat_template_kwargs or {}:
             if name in IN_TEMPLATES:
                 rule = "{field} are the template's variables; got {name}, which rendering itself sets. Leave it out."
                 raise InputError(rule, field="chat_template_kwargs", code="conflict", name=name)
+
+    @property
+    def functions(self) -> dict[str, Any] | None:
+        """The functions that the model may call, each with its JSON schema; None if it may call none."""
+        return functions_of(self.tools) if self.tools and self.tool_choice != "none" else None
 
     @property
     def template(self) -> dict[str, Any]:
@@ -92,7 +121,8 @@ class TemplateFields(Body):
         begins = self.add_generation_prompt and not self.continue_final_message
         given = {"add_generation_prompt": begins, "continue_final_message": self.continue_final_message}
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        return given | effort | (self.chat_template_kwargs or {})
+        tools = {} if self.functions is None else {"tools": self.tools}
+        return given | effort | tools | (self.chat_template_kwargs or {})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,6 +161,11 @@ class Fields(Body):
       return_token_ids: whether the response has token ids.
       logprobs_mode: under which distribution log-probabilities are: RAW is the model's own, at temperature 1 and without
         penalties and cuts; PROCESSED is the one that tokens are drawn from.
+      logit_bias: what is added to the logits of tokens, whose ids are texts in JSON.
+      allowed_token_ids: the only tokens that may be drawn.
+      min_tokens: tokens before the completion may end by a token.
+      bad_words: texts that the completion may not hold.
+      prompt_logprobs: whether the response has the log-probabilities of the prompt's tokens, and of how many most likely ones.
       kv_dtype: the pool's format, if it is named: all requests share one pool.
       cache_salt: requests share pages of the prefix cache with those of the same salt alone.
       prompt_piece: tokens of a prompt that are prefilled before its first compaction; None is all.
@@ -156,6 +191,11 @@ class Fields(Body):
     stream_options: dict[str, Any] | None = None
     return_token_ids: bool = False
     logprobs_mode: str = RAW
+    logit_bias: dict[str, Any] | None = None
+    allowed_token_ids: list[Any] | None = None
+    min_tokens: int = 0
+    bad_words: list[Any] | None = None
+    prompt_logprobs: int | None = None
     request_id: str | None = None
     cache_salt: str | None = None
     prompt_piece: int | None = None
@@ -165,10 +205,18 @@ class Fields(Body):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in LIMITS:
+            if getattr(self, name, None) == -1:  # as others' clients write no limit
+                object.__setattr__(self, name, None)
         if self.logprobs_mode not in (RAW, PROCESSED):
             rule = "{field} must be {raw}, of the model's own distribution, or {drawn}, of the one that draws; got {got}."
             about = {"raw": RAW, "drawn": PROCESSED, "got": shown(self.logprobs_mode)}
             raise InputError(rule, field="logprobs_mode", code="unknown_name", **about)
+        check_top("prompt_logprobs", self.prompt_logprobs)
+        if self.prompt_logprobs is not None and self.stream:
+            raise InputError(
+                "{field} are not streamed; got stream=true. Leave out one.", field="prompt_logprobs", code="conflict"
+            )
         if self.stream_options is not None and not self.stream:
             rule = "{field} are a stream's; got them without stream=true. Leave them out."
             raise InputError(rule, field="stream_options", code="conflict")
@@ -200,7 +248,7 @@ class Fields(Body):
     @property
     def stop_strings(self) -> list[Any]:
         """The texts that end a completion."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [self.stop] if self.stop and isinstance(self.stop, str) else list(self.stop or ())
 
     def stop_ids(self, model: Model) -> list[Any] | None:
         """The tokens that end a completion; None for the model's own."""
@@ -219,9 +267,37 @@ class Fields(Body):
         raise NotImplementedError
 
     @property
+    def num_scored(self) -> int | None:
+        """How many most likely tokens are looked for at each place of the prompts; None where prompts are not scored."""
+        return self.prompt_logprobs
+
+    @property
     def model_logprobs(self) -> bool:
         """Whether it has those under the model's own distribution."""
         return self.has_logprobs and self.logprobs_mode == RAW
+
+    def returned(self, sampling: Sampling) -> dict[str, Any]:
+        """What the engine returns of each token, as `RequestOptions` have it; the drawn one may be the most likely one."""
+        count = self.top[1] or 0
+        return {"model_logprobs": self.model_logprobs, "top_logprobs": count * (count > 1 or not self.draws_best(sampling))}
+
+    @property
+    def excluded(self) -> dict[str, Any]:
+        """What changes the logits of single tokens, as `RequestOptions` have it."""
+        return {"logit_bias": self.biases, "allowed_token_ids": self.allowed_token_ids or None, "min_tokens": self.min_tokens}
+
+    def bad_tokens(self, model: Model) -> list[list[int]]:
+        """The token ids of the bad words, at the beginning of a word and inside of one, as vLLM has them."""
+        found: list[list[int]] = []
+        for word in self.bad_words or ():
+            if not isinstance(word, str) or not word.strip():
+                rule = "{field} must be texts, not empty; got {got}."
+                raise InputError(rule, field="bad_words", code="wrong_type", got=shown(word))
+            for text in (word.lstrip(), " " + word.lstrip()):
+                ids = list(encode_text(model, 0, text, is_chat=True))
+                if ids and ids not in found:
+                    found.append(ids)
+        return found
 
     @property
     def limit_name(self) -> str:
@@ -237,18 +313,35 @@ class Fields(Body):
         """The model's own sampling, greedy where it has none, with what the request changes.
 
         Raises:
-          ValueError: a value out of its range, or most likely tokens of draws, which the engine does not compute.
+          ValueError: a value out of its range, or most likely tokens of another distribution than the model's own.
         """
         given = {name: getattr(self, name) for name in SAMPLING_FIELDS if getattr(self, name) is not None}
+        given |= {} if self.seed is None else {"seed": seed_of(self.seed)}
         sampling = dataclasses.replace(model.sampling or Sampling(temperature=0.0), **given)
-        check_top(*self.top, sampling.temperature)
-        if self.top[1] and self.model_logprobs and sampling.penalises:
-            rule = (
-                "{field} must be 0 with penalties, which choose another token than the most likely one of the model's own "
-                "distribution; got {got}. Ask for none, or for logprobs_mode={mode}."
-            )
-            raise InputError(rule, field=self.top[0], code="unsupported", got=shown(self.top[1]), mode=PROCESSED)
+        name, count = self.top
+        if count and not self.model_logprobs and not self.draws_best(sampling):
+            rule = "{field} are of the model's own distribution; got {got} with {mode}, which are of another. Leave out one."
+            raise InputError(rule, field=name, code="conflict", got=shown(count), mode=PROCESSED)
         return sampling
+
+    def draws_best(self, sampling: Sampling) -> bool:
+        """Whether each drawn token is the most likely one of the model's own distribution."""
+        return sampling.temperature == 0 and not (sampling.penalises or self.bad_words or any(self.excluded.values()))
+
+    @property
+    def biases(self) -> dict[int, Any] | None:
+        """What is added to the logits of tokens.
+
+        Raises:
+          InputError: a token that is no number, or two that are the same.
+        """
+        found: dict[int, Any] = {}
+        for name, value in (self.logit_bias or {}).items():
+            if not (name.isdecimal() and name.isascii()) or int(name) in found:
+                rule = '{field} must be an object of token ids and biases, such as {{"50256": -100}}; got {got}.'
+                raise InputError(rule, field="logit_bias", code="wrong_type", got=shown(name))
+            found[int(name)] = lenient(value, float)
+        return found or None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -340,6 +433,12 @@ class CompletionFields(Fields):
         return self.logprobs is not None
 
     @property
+    def num_scored(self) -> int | None:
+        """How many most likely tokens are looked for at each place of the prompts; None where prompts are not scored."""
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in asked if count is not None), default=None)
+
+    @property
     def limit(self) -> int | None:
         """The most new tokens."""
         return self.max_tokens
@@ -350,19 +449,24 @@ class CompletionFields(Fields):
         return "logprobs", self.logprobs
 
 
-def check_top(name: str, count: int | None, temperature: float = 0.0) -> None:
-    """Refuses most likely tokens that the engine does not compute: it has the drawn one, the first where it is greedy.
+def seed_of(seed: int) -> int | None:
+    """The engine's seed, of 32 bits, for one of 64 bits with a sign; those that the engine has stay. -1 is fresh entropy.
 
-    Raises:
-      ValueError: another count than 0 or 1, or 1 at another temperature than 0.
+    >>> seed_of(7), seed_of(-1), seed_of(2**40) == seed_of(2**40) != seed_of(-(2**40))
+    (7, None, True)
     """
-    if count and not (0 < count <= MOST_TOP and temperature == 0):
-        at = f" at temperature {temperature:g}" * (temperature != 0)
-        rule = (
-            "{field} must be 0, or 1 at temperature 0: the engine computes the log-probability of the drawn token alone, which "
-            "is then the most likely one; got {got}. Ask for fewer, or lower the temperature to 0."
-        )
-        raise InputError(rule, field=name, code="unsupported", got=shown(count) + at)
+    if not -(2**63) <= seed < 2**63:
+        raise out_of_range("seed", "lie in [-2**63, 2**63), -1 is a random one", seed)
+    if 0 <= seed < 2**32:
+        return seed
+    digest = hashlib.blake2b(seed.to_bytes(8, "little", signed=True), digest_size=4).digest()
+    return None if seed == -1 else int.from_bytes(digest, "little")
+
+
+def check_top(name: str, count: int | None) -> None:
+    """Refuses more most likely tokens of a place than there may be."""
+    if count is not None and not 0 <= count <= MOST_TOP:
+        raise out_of_range(name, f"lie in [0, {MOST_TOP}]", count)
 
 
 def parse(text: bytes) -> dict[str, Any]:
@@ -387,22 +491,21 @@ def parse(text: bytes) -> dict[str, Any]:
 
 
 def ignored_of(kind: type[Body], body: Mapping[str, Any]) -> list[str]:
-    """The names of a body's fields that are ignored."""
-    known = {field.name for field in dataclasses.fields(kind)}
-    return [name for name in body if name in IGNORED and name not in known]
+    """The names of a body's fields that are ignored, of its messages too: those of other servers' clients."""
+    known = {field.name for field in dataclasses.fields(kind)} | REFUSED.keys() | SETTINGS.keys() | {"best_of"}
+    return [name for name in body if name not in known] + sorted(unread_of(body.get("messages")))
 
 
 def read_fields(kind: type[F], body: Mapping[str, Any]) -> F:
-    """A request's fields. `null` is a default.
+    """A request's fields. `null` is a default, and a field that is unknown is ignored.
 
     Raises:
-      InputError: a field that is unknown, missing, of another type, out of its range, or that would change the completion in a
+      InputError: a field that is misspelt, missing, of another type, out of its range, or that would change the completion in a
         way that this server cannot.
     """
     known = {field.name: field for field in dataclasses.fields(kind) if field.name != "settings"}
     given: dict[str, Any] = {}
     settings: dict[str, Any] = {}
-    ignored = ignored_of(kind, body)
     for name, value in body.items():
         if name in REFUSED and name not in known:
             neutral, why = REFUSED[name]
@@ -413,16 +516,17 @@ def read_fields(kind: type[F], body: Mapping[str, Any]) -> F:
             if value is not None and value != (body.get("n") or 1):
                 rule = "{field} must be n, as all n samples are returned; got {got}. Leave it out."
                 raise InputError(rule, field=name, code="unsupported", got=shown(value))
-        elif value is None or name in ignored:
+        elif value is None:
             continue
         elif name in known:
-            given[name] = value
+            given[name] = lenient(value, known[name].type)
         elif name in SETTINGS and issubclass(kind, Fields):
             settings[name] = value
         else:
-            near = did_you_mean(name, [*known, *(SETTINGS if issubclass(kind, Fields) else ())])
-            rule = "{got} is no field of this endpoint, and no setting of a policy.{near}"
-            raise InputError(rule, field=name[:MOST_SHOWN], code="unknown_name", got=shown(name), near=near)
+            near = did_you_mean(name, [*known, *REFUSED, *(SETTINGS if issubclass(kind, Fields) else ())], LIKE)
+            if near or name in SETTINGS:
+                rule = "{got} is no field of this endpoint, and no setting of a policy.{near}"
+                raise InputError(rule, field=name[:MOST_SHOWN], code="unknown_name", got=shown(name), near=near)
     for name, field in known.items():
         has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
         if name not in given and not has_default:
@@ -430,6 +534,25 @@ def read_fields(kind: type[F], body: Mapping[str, Any]) -> F:
     if settings:
         given["settings"] = settings
     return kind(**given)
+
+
+def lenient(value: Any, wanted: Any) -> Any:
+    """A number that came as a text, a whole number that came with a point, or a truth value that came as either.
+
+    >>> lenient("8", int | None), lenient(8.0, int), lenient("0.5", float | None), lenient("true", bool), lenient("8", str)
+    (8, 8, 0.5, True, '8')
+    """
+    kinds = wanted.__args__ if isinstance(wanted, types.UnionType) else (wanted,)
+    if bool in kinds and not isinstance(value, dict | list):
+        return {"true": True, "false": False, 1: True, 0: False}.get(value.lower() if isinstance(value, str) else value, value)
+    if isinstance(value, str) and str not in kinds and len(value) <= LONGEST_NUMBER:
+        for kind in (int, float):
+            if kind in kinds or (kind is float and int in kinds):
+                with contextlib.suppress(ValueError):
+                    return lenient(kind(value), wanted)
+    if isinstance(value, float) and int in kinds and float not in kinds and value.is_integer():
+        return int(value)
+    return value
 
 
 def settings_of_policies() -> dict[str, bool]:
@@ -444,7 +567,7 @@ def settings_of_policies() -> dict[str, bool]:
 
 SETTINGS = settings_of_policies()
 BODIES = (ChatFields, CompletionFields, TokenizeFields, DetokenizeFields)
-KNOWN = {*SETTINGS, *REFUSED, *IGNORED, *(field.name for kind in BODIES for field in dataclasses.fields(kind))}
+KNOWN = {*SETTINGS, *REFUSED, *(field.name for kind in BODIES for field in dataclasses.fields(kind))}
 
 
 def policy_of(fields: Fields, options: ServerOptions) -> Policy:

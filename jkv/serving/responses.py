@@ -5,7 +5,7 @@ in `jkv.serving.streaming`.
 import dataclasses
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jkv.checks import described
@@ -15,7 +15,8 @@ from jkv.model.params import Model
 from jkv.reasoning.marks import TAGS, Marks, completion_decoder, marks_of
 from jkv.reasoning.token_bytes import PartReader
 from jkv.reasoning.token_text import decoder_of
-from jkv.serving.jobs import Job
+from jkv.reasoning.tool_calls import CallPiece
+from jkv.serving.jobs import Calls, Job
 from jkv.serving.requests import ChatFields, CompletionFields, Fields
 
 
@@ -24,6 +25,14 @@ class Parts(NamedTuple):
 
     reasoning: str
     content: str
+
+
+class Pieces(NamedTuple):
+    """New text of each part of an answer that may call tools."""
+
+    reasoning: str
+    content: str
+    calls: list[CallPiece]
 
 
 class ReasoningSplitter:
@@ -101,6 +110,51 @@ class ReasoningSplitter:
         return certain
 
 
+class AnswerReader:
+    """Receives a completion's text piece by piece: its reasoning, its content and its tool calls, which only content has.
+
+    Args:
+      marks: of the model's thinking.
+      thinks: whether the prompt ends in thinking.
+      calls: how calls are found; None where there are none.
+    """
+
+    def __init__(self, marks: Marks, thinks: bool, calls: Calls | None) -> None:
+        self._reasoning, self.calls = ReasoningSplitter(thinks, marks), calls
+        self._splitter = None if calls is None else calls.splitter()
+        self.has_calls = False
+
+    def push(self, text: str, is_last: bool) -> Pieces:
+        """Adds the next piece of text, or the last one."""
+        reasoning, content = self._reasoning.push(text)
+        if is_last:
+            last = self._reasoning.finish()
+            reasoning, content = reasoning + last.reasoning, content + last.content
+        if self._splitter is None:
+            return Pieces(reasoning, content, [])
+        content, pieces = self._splitter.push(content)
+        if is_last:
+            more, others = self._splitter.finish()
+            content, pieces = content + more, pieces + others
+        self.has_calls |= bool(pieces)
+        return Pieces(reasoning, content, pieces)
+
+    def tool_calls(self, pieces: Sequence[CallPiece]) -> list[dict[str, Any]]:
+        """The calls of a message, or of a stream's delta, each with its index; the first piece of a call gives it an id."""
+        found: dict[int, dict[str, Any]] = {}
+        for piece in pieces:
+            one = found.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
+            if piece.name is not None:
+                assert self.calls is not None
+                one |= {"id": self.calls.form.new_id(), "type": "function", "function": {"name": piece.name, "arguments": ""}}
+            one["function"]["arguments"] += piece.arguments
+        return list(found.values())
+
+    def reason(self, reason: str | None) -> str | None:
+        """The finish reason of a choice: an answer that ends by itself with calls waits for their results."""
+        return "tool_calls" if reason == "stop" and self.has_calls else reason
+
+
 def num_reasoning_tokens(tokens: Sequence[int], thinks: bool, begin: Sequence[int], ends: Sequence[Sequence[int]]) -> int:
     """The number of a completion's tokens up to the end of its thinking; all if it thinks to its end, 0 if it does not think.
 
@@ -129,10 +183,12 @@ class Head:
     Attributes:
       kind: "chat.completion" or "text_completion".
       model: the model's name.
+      cut: the finish reason of what the server ended before its time.
     """
 
     kind: str
     model: str
+    cut: str = "abort"
     name: str = dataclasses.field(default_factory=lambda: secrets.token_hex(12))
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
@@ -146,6 +202,10 @@ class Head:
         """The response's id."""
         return f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self.name}"
 
+    def reason(self, reason: str) -> str | None:
+        """The finish reason of a choice; None as long as there is none."""
+        return self.cut if reason == "cancelled" else reason_of(reason)
+
     def body(self, choices: list[dict[str, Any]], is_chunk: bool = False, **more: Any) -> dict[str, Any]:
         """A response, or a chunk of a stream."""
         kind = self.kind + ".chunk" * (is_chunk and self.is_chat)
@@ -158,12 +218,12 @@ def reason_of(reason: str) -> str | None:
     return REASONS.get(reason, reason) or None
 
 
-def message_of(text: str, thinks: bool, includes_reasoning: bool, marks: Marks) -> dict[str, Any]:
-    """A chat message with its reasoning, if it has any."""
-    splitter = ReasoningSplitter(thinks, marks)
-    parts = [splitter.push(text), splitter.finish()]
-    reasoning, content = ("".join(part) for part in zip(*parts, strict=True))
-    return {"role": "assistant", "content": content, **reasoning_fields(reasoning if includes_reasoning else "")}
+def message_of(text: str, reader: AnswerReader, includes_reasoning: bool = False) -> dict[str, Any]:
+    """A chat message with its reasoning and its tool calls, if it has any."""
+    reasoning, content, pieces = reader.push(text, is_last=True)
+    calls = [{name: value for name, value in call.items() if name != "index"} for call in reader.tool_calls(pieces)]
+    message = {"role": "assistant", "content": None if calls and not content else content}
+    return message | ({"tool_calls": calls} if calls else {}) | reasoning_fields(reasoning if includes_reasoning else "")
 
 
 def reasoning_fields(reasoning: str) -> dict[str, str]:
@@ -171,26 +231,36 @@ def reasoning_fields(reasoning: str) -> dict[str, str]:
     return {"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else {}
 
 
-def chat_log_probs(reader: PartReader, tokens: Sequence[int], log_probs: Sequence[float], top: int | None) -> dict[str, Any]:
-    """Log-probabilities of a chat's tokens; `top` is of greedy draws alone, where the most likely token is the drawn one."""
+class Likely(NamedTuple):
+    """How likely a token is, and the most likely ones in its place, best first."""
+
+    log_prob: float
+    best: Mapping[int, float]
+
+
+def likely_of(
+    fields: Fields, tokens: Sequence[int], log_probs: Sequence[float], top: Sequence[Mapping[int, float]]
+) -> list[Likely | None]:
+    """How likely drawn tokens are; without `top`, the drawn tokens are the most likely ones, if these are asked for."""
+    if fields.top[1] and not top:
+        top = [{token: log_prob} for token, log_prob in zip(tokens, log_probs, strict=True)]
+    return [Likely(log_prob, best) for log_prob, best in zip(log_probs, top or [{}] * len(log_probs), strict=True)]
+
+
+def chat_log_probs(reader: PartReader, tokens: Sequence[int], likely: Sequence[Likely | None]) -> dict[str, Any]:
+    """Log-probabilities of a chat's tokens, with the most likely tokens of each place."""
     content = []
-    for part, log_prob in zip(reader.read(tokens), log_probs, strict=True):
-        one = {"token": part.name, "logprob": log_prob, "bytes": list(part.value)}
-        content.append({**one, "top_logprobs": [one] if top else []})
+    for token, one in zip(tokens, likely, strict=True):
+        assert one is not None
+        top = [shown_token(*reader.other(other), log_prob) for other, log_prob in one.best.items()]
+        (part,) = reader.read([token])
+        content.append({**shown_token(part.name, part.value, one.log_prob), "top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
-class Likely(NamedTuple):
-    """How likely a token is, and which one is most likely in its place."""
-
-    log_prob: float
-    best: int
-    best_log_prob: float
-
-
-def drawn(tokens: Sequence[int], log_probs: Sequence[float]) -> list["Likely | None"]:
-    """How likely drawn tokens are; they count as the most likely ones, which is asked for at temperature 0 alone."""
-    return [Likely(log_prob, token, log_prob) for token, log_prob in zip(tokens, log_probs, strict=True)]
+def shown_token(name: str, value: bytes, log_prob: float) -> dict[str, Any]:
+    """A token with its log-probability."""
+    return {"token": name, "logprob": log_prob, "bytes": list(value)}
 
 
 def text_log_probs(
@@ -198,11 +268,11 @@ def text_log_probs(
 ) -> dict[str, Any]:
     """Log-probabilities of a text's tokens, None for one without a predecessor; offsets count the text's characters.
 
-    With `top`, also the most likely token of each place, beside the text's own.
+    With `top`, also the most likely tokens of each place, beside the text's own.
     """
     parts, best = [], []
     for token, one in zip(tokens, likely, strict=True):
-        names = [] if one is None or one.best == token else [(reader.name(one.best), one.best_log_prob)]
+        names = [] if one is None else [(reader.other(other)[0], log_prob) for other, log_prob in one.best.items()]
         parts += reader.read([token])
         best.append(one and dict([*names, (parts[-1].name, one.log_prob)]))
     return {
@@ -211,6 +281,28 @@ def text_log_probs(
         "top_logprobs": best if top else None,
         "text_offset": [part.start for part in parts],
     }
+
+
+def best_of(likely: Sequence[Likely | None], count: int | None) -> list[Likely | None]:
+    """No more than `count` most likely tokens of each place."""
+    return [one and one._replace(best=dict(list(one.best.items())[: count or 0])) for one in likely]
+
+
+def prompt_log_probs(model: Model, tokens: Sequence[int], likely: Sequence[Likely | None], count: int) -> list[Any]:
+    """A prompt's log-probabilities in vLLM's shape: by token id, each place's own token and `count` most likely ones.
+
+    The rank is that among these, None for an own token that is none of them.
+    """
+    found: list[Any] = []
+    for token, one in zip(tokens, best_of(likely, count), strict=True):
+        if one is None:
+            found.append(None)
+            continue
+        ranks: dict[int, int | None] = {other: rank for rank, other in enumerate(one.best, 1)}
+        place = {token: one.log_prob} | dict(one.best) | {token: one.log_prob}
+        text = model.tokenizer.decode
+        found.append({str(t): {"logprob": p, "rank": ranks.get(t), "decoded_token": text([t])} for t, p in place.items()})
+    return found
 
 
 def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
@@ -271,35 +363,40 @@ def describe_failure(reason: str, sample: SampleStats) -> str:
 def whole(
     model: Model, head: Head, job: Job, results: Sequence[Result], scores: Sequence[list[Likely | None]] | None
 ) -> dict[str, Any]:
-    """The response of a call; `scores` are how likely the prompts' tokens are, if they are echoed with that."""
+    """The response of a call; `scores` are how likely the prompts' tokens are, if it has that."""
     fields = job.fields
     if isinstance(fields, ChatFields):
-        choices = [chat_choice(model, fields, result, i, job.thinks) for result in results for i in range(fields.n)]
+        choices = [chat_choice(model, head, fields, result, i, job) for result in results for i in range(fields.n)]
     else:
-        choices = text_choices(model, fields, job, results, scores)
+        choices = text_choices(model, head, fields, job, results, scores)
     for index, choice in enumerate(choices):
         choice["index"] = index
+        if scores is not None and fields.prompt_logprobs is not None:
+            i = index // fields.n
+            choice["prompt_logprobs"] = prompt_log_probs(model, job.prompts[i].tolist(), scores[i], fields.prompt_logprobs)
     more = {"prompt_token_ids": job.prompts[0].tolist()} if fields.return_token_ids else {}
     usage = usage_of(model, job.prompts, results, job.thinks, head.is_chat)
     return head.body(choices, usage=usage, **more)
 
 
-def chat_choice(model: Model, fields: ChatFields, result: Result, sample: int, thinks: bool) -> dict[str, Any]:
+def chat_choice(model: Model, head: Head, fields: ChatFields, result: Result, sample: int, job: Job) -> dict[str, Any]:
     """A completion of a chat."""
     assert result.text is not None
-    tokens, log_probs = drawn_of(result, sample, fields)
+    tokens, likely = drawn_of(result, sample, fields)
     reader = PartReader(model.tokenizer, completion_decoder(model.tokenizer))
+    answer = AnswerReader(marks_of(model.tokenizer), job.thinks, job.calls)
     return {
         "index": 0,
-        "message": message_of(result.text[sample], thinks, fields.include_reasoning, marks_of(model.tokenizer)),
-        "logprobs": chat_log_probs(reader, tokens, log_probs, fields.top_logprobs) if fields.logprobs else None,
-        "finish_reason": reason_of(result.finish_reason[sample]),
+        "message": message_of(result.text[sample], answer, fields.include_reasoning),
+        "logprobs": chat_log_probs(reader, tokens, likely) if fields.logprobs else None,
+        "finish_reason": answer.reason(head.reason(result.finish_reason[sample])),
         **({"token_ids": tokens} if fields.return_token_ids else {}),
     }
 
 
 def text_choices(
     model: Model,
+    head: Head,
     fields: CompletionFields,
     job: Job,
     results: Sequence[Result],
@@ -311,28 +408,30 @@ def text_choices(
         result = results[i] if results else None
         echoed = decoder_of(model.tokenizer)(prompt.tolist()) if fields.echo else ""
         for sample in range(fields.n):
-            tokens, log_probs = ([], []) if result is None else drawn_of(result, sample, fields)
+            tokens, likely = ([], []) if result is None else drawn_of(result, sample, fields)
             text = "" if result is None or result.text is None else result.text[sample]
             record = None
             if fields.logprobs is not None:
                 reader = PartReader(model.tokenizer, completion_decoder(model.tokenizer), len(echoed))
-                record = text_log_probs(reader, tokens, drawn(tokens, log_probs), fields.logprobs)
-            if scores is not None and record is not None:
+                record = text_log_probs(reader, tokens, likely, fields.logprobs)
+            if scores is not None and record is not None and fields.echo:
                 reader = PartReader(model.tokenizer, decoder_of(model.tokenizer))
-                record = joined(text_log_probs(reader, prompt.tolist(), scores[i], fields.logprobs), record)
-            reason = "length" if result is None else reason_of(result.finish_reason[sample])
+                record = joined(
+                    text_log_probs(reader, prompt.tolist(), best_of(scores[i], fields.logprobs), fields.logprobs), record
+                )
+            reason = "length" if result is None else head.reason(result.finish_reason[sample])
             more = {"token_ids": tokens} if fields.return_token_ids else {}
             choices.append({"index": 0, "text": echoed + text, "logprobs": record, "finish_reason": reason, **more})
     return choices
 
 
-def drawn_of(result: Result, sample: int, fields: Fields) -> tuple[list[int], list[float]]:
-    """A sample's tokens and their log-probabilities, under the distribution that was asked for."""
+def drawn_of(result: Result, sample: int, fields: Fields) -> tuple[list[int], list[Likely | None]]:
+    """A sample's tokens and how likely they are, under the distribution that was asked for."""
     tokens, log_probs = tokens_of(result, sample)
     if fields.model_logprobs:
         assert result.model_logprobs is not None
         log_probs = result.model_logprobs[sample, : len(tokens)].tolist()
-    return tokens, log_probs
+    return tokens, likely_of(fields, tokens, log_probs, [] if result.top_logprobs is None else result.top_logprobs[sample])
 
 
 def tokens_of(result: Result, sample: int) -> tuple[list[int], list[float]]:

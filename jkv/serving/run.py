@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import signal
 import socket
 from typing import Any
@@ -16,6 +17,7 @@ from jkv.eviction import Policy
 from jkv.model.sampling import Sampling
 from jkv.policies import make as make_policy
 from jkv.policies.table import streaming_llm
+from jkv.serving.access import LOOPBACK, is_loopback
 from jkv.serving.app import make_app
 from jkv.serving.options import ServerOptions
 from jkv.serving.trainer import TrainerOptions, add_routes
@@ -101,6 +103,14 @@ def warm_up(service: Service, policy: Policy, is_whole: bool) -> None:
     service.call(lambda engine: engine.reset_stats()).result()
 
 
+def with_own_names(options: ServerOptions, place: socket.socket) -> ServerOptions:
+    """The options; a server that only this machine reaches may be called by this machine's own names, and those given."""
+    address = place.getsockname()[0]
+    if not is_loopback(address):
+        return options
+    return dataclasses.replace(options, hosts=tuple({*LOOPBACK, address, *options.hosts}))
+
+
 def run(
     engine: Engine,
     options: ServerOptions,
@@ -116,7 +126,7 @@ def run(
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # which uvicorn calls once it has ended
     with Service(engine) as service, contextlib.suppress(KeyboardInterrupt):
         warm_up(service, make_policy(options.policy, options.settings), is_whole)
-        app = make_app(service, options)
+        app = make_app(service, with_own_names(options, place))
         if trainer is not None:
             add_routes(app, trainer)
         make_server(app, drain).run(sockets=[place])

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from jkv.model.params import Model
-from jkv.replay.score import greedy_choices, round_up, score
+from jkv.replay.score import likely_choices, round_up, score
 from jkv.serving.errors import RefusalError
-from jkv.serving.responses import Likely, drawn
+from jkv.serving.responses import Likely
 
 
 class PromptScorer:
@@ -28,8 +28,8 @@ class PromptScorer:
     def __init__(self, seconds: float) -> None:
         self.seconds, self.is_ending, self._turn = seconds, False, asyncio.Lock()
 
-    async def score(self, model: Model, prompts: Sequence[np.ndarray], has_best: bool) -> list[list[Likely | None]]:
-        """How likely each prompt token is after those before it, None for the first; with `has_best`, the best of each place.
+    async def score(self, model: Model, prompts: Sequence[np.ndarray], count: int) -> list[list[Likely | None]]:
+        """How likely each prompt token is after those before it, None for the first, and `count` best tokens of each place.
 
         Raises:
           RefusalError: it takes too long, or the server ends.
@@ -41,7 +41,7 @@ class PromptScorer:
                     async with self._turn:
                         if self.is_ending:
                             raise RefusalError(503, "A server that ends scores no more prompts. Send them to another.")
-                        found.append([None, *await asyncio.to_thread(likely_tokens, model, prompt, has_best)])
+                        found.append([None, *await asyncio.to_thread(likely_tokens, model, prompt, count)])
         except TimeoutError:
             raise RefusalError(
                 503,
@@ -51,14 +51,14 @@ class PromptScorer:
         return found
 
 
-def likely_tokens(model: Model, prompt: np.ndarray, has_best: bool) -> list[Likely]:
-    """How likely each token of a prompt is, from the second on. Without `has_best`, each counts as its place's best."""
-    count = len(prompt) - 1
+def likely_tokens(model: Model, prompt: np.ndarray, count: int) -> list[Likely]:
+    """How likely each token of a prompt is, from the second on, and the `count` best ones of its place."""
+    length = len(prompt) - 1
     tokens = prompt[None, 1:].astype(np.int32)
-    log_probs = np.asarray(score(model, tokens, prompts=[prompt[:1]], lengths=[count]).logprobs)[0, :count].tolist()
-    if not has_best:
-        return [one for one in drawn(tokens[0].tolist(), log_probs) if one]
+    log_probs = np.asarray(score(model, tokens, prompts=[prompt[:1]], lengths=[length]).logprobs)[0, :length].tolist()
+    if not count:
+        return [Likely(log_prob, {}) for log_prob in log_probs]
     padded = np.zeros((1, round_up(len(prompt))), np.int32)
     padded[0, : len(prompt)] = prompt
-    choice, best = (np.asarray(x)[0, 1 : len(prompt)].tolist() for x in greedy_choices(model.params, padded))
-    return [Likely(*one) for one in zip(log_probs, choice, best, strict=True)]
+    choices, best = (np.asarray(x)[0, 1 : len(prompt), :count].tolist() for x in likely_choices(model.params, padded))
+    return [Likely(log_prob, dict(zip(*place, strict=True))) for log_prob, *place in zip(log_probs, choices, best, strict=True)]

@@ -21,15 +21,14 @@ from jkv.serving.jobs import Job
 from jkv.serving.requests import ChatFields, CompletionFields, Fields
 from jkv.serving.responses import (
     FAILURES,
+    AnswerReader,
     Head,
-    Parts,
-    ReasoningSplitter,
+    Likely,
     chat_log_probs,
     counts,
     describe_failure,
-    drawn,
     held_tokens,
-    reason_of,
+    likely_of,
     reasoning_fields,
     text_log_probs,
     usage_of,
@@ -86,7 +85,7 @@ async def stream(model: Model, head: Head, job: Job, tickets: Sequence[Ticket]) 
     more: dict[str, Any] = {"usage": None} if fields.includes_usage else {}
     if fields.counts_each_chunk:
         more["usage"] = counts(num_prompt, 0)
-    chunks: ChatChunks | TextChunks = ChatChunks(model, job) if isinstance(fields, ChatFields) else TextChunks(model, job)
+    chunks = make_chunks(model, head, job)
     try:
         for choice in chunks.first():
             yield sse(head.body([choice], is_chunk=True, **more))
@@ -140,44 +139,41 @@ async def merged(tickets: Sequence[Ticket]) -> AsyncGenerator[tuple[int, Event]]
 
 
 class ChatChunks:
-    """The chunks of each sample of a chat: the role, reasoning, content, and a last one with the finish reason."""
+    """The chunks of each sample of a chat: the role, then reasoning, content and tool calls, then the finish reason."""
 
-    def __init__(self, model: Model, job: Job) -> None:
+    def __init__(self, model: Model, head: Head, job: Job) -> None:
         assert isinstance(job.fields, ChatFields)
-        self.model, self.fields = model, job.fields
-        self.splitters = [ReasoningSplitter(job.thinks, marks_of(model.tokenizer)) for _ in range(job.num_samples)]
+        self.fields, self.head = job.fields, head
+        marks = marks_of(model.tokenizer)
+        self.answers = [AnswerReader(marks, job.thinks, job.calls) for _ in range(job.num_samples)]
         self.readers = [PartReader(model.tokenizer, completion_decoder(model.tokenizer)) for _ in range(job.num_samples)]
 
     def first(self) -> list[dict[str, Any]]:
         """The role of each sample."""
         delta = {"role": "assistant", "content": ""}
-        return [choice(index, delta=dict(delta)) for index in range(len(self.splitters))]
+        return [choice(index, delta=dict(delta)) for index in range(len(self.answers))]
 
     def of(self, index: int, event: Event) -> list[dict[str, Any]]:
         """The chunks of an event."""
-        splitter, fields = self.splitters[index], self.fields
-        parts = splitter.push(event.text or "")
-        if event.finish_reason:
-            parts = Parts(*(before + after for before, after in zip(parts, splitter.finish(), strict=True)))
-        reasoning, content = parts
-        delta = reasoning_fields(reasoning if fields.include_reasoning else "") | ({"content": content} if content else {})
+        answer, fields = self.answers[index], self.fields
+        reasoning, content, pieces = answer.push(event.text or "", is_last=bool(event.finish_reason))
+        delta: dict[str, Any] = reasoning_fields(reasoning if fields.include_reasoning else "")
+        delta |= ({"content": content} if content else {}) | ({"tool_calls": answer.tool_calls(pieces)} if pieces else {})
         more: dict[str, Any] = {"token_ids": event.tokens} if fields.return_token_ids else {}
         if fields.logprobs and event.tokens:
-            more["logprobs"] = chat_log_probs(
-                self.readers[index], event.tokens, log_probs_of(event, fields), fields.top_logprobs
-            )
+            more["logprobs"] = chat_log_probs(self.readers[index], event.tokens, likely_in(event, fields))
         chunks = [choice(index, delta=delta, **more)] if delta or (more and event.tokens) else []
         if event.finish_reason:
-            chunks.append(choice(index, reason_of(event.finish_reason), delta={}))
+            chunks.append(choice(index, answer.reason(self.head.reason(event.finish_reason)), delta={}))
         return chunks
 
 
 class TextChunks:
     """The chunks of each sample of a completion; with `echo`, the prompt comes first."""
 
-    def __init__(self, model: Model, job: Job) -> None:
+    def __init__(self, model: Model, head: Head, job: Job) -> None:
         assert isinstance(job.fields, CompletionFields)
-        self.fields, self.has_more = job.fields, bool(job.groups)
+        self.fields, self.head, self.has_more = job.fields, head, bool(job.groups)
         decode = decoder_of(model.tokenizer)
         self.echoed = [decode(prompt.tolist()) * job.fields.echo for prompt in job.prompts for _ in range(job.fields.n)]
         own = completion_decoder(model.tokenizer)
@@ -195,15 +191,20 @@ class TextChunks:
         fields, text = self.fields, event.text or ""
         log_probs = None
         if fields.logprobs is not None:
-            likely = drawn(event.tokens, log_probs_of(event, fields))
-            log_probs = text_log_probs(self.readers[index], event.tokens, likely, fields.logprobs)
+            log_probs = text_log_probs(self.readers[index], event.tokens, likely_in(event, fields), fields.logprobs)
         more = {"token_ids": event.tokens} if fields.return_token_ids else {}
-        return [choice(index, reason_of(event.finish_reason), text=text, logprobs=log_probs, **more)]
+        return [choice(index, self.head.reason(event.finish_reason), text=text, logprobs=log_probs, **more)]
 
 
-def log_probs_of(event: Event, fields: Fields) -> list[float]:
-    """The log-probabilities of an event's tokens, under the distribution that was asked for."""
-    return event.model_logprobs if fields.model_logprobs else event.logprobs
+def make_chunks(model: Model, head: Head, job: Job) -> ChatChunks | TextChunks:
+    """The maker of a call's chunks."""
+    return ChatChunks(model, head, job) if isinstance(job.fields, ChatFields) else TextChunks(model, head, job)
+
+
+def likely_in(event: Event, fields: Fields) -> list[Likely | None]:
+    """How likely an event's tokens are, under the distribution that was asked for."""
+    log_probs = event.model_logprobs if fields.model_logprobs else event.logprobs
+    return likely_of(fields, event.tokens, log_probs, event.top_logprobs)
 
 
 def choice(index: int, reason: str | None = None, **fields: Any) -> dict[str, Any]:

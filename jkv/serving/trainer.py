@@ -25,9 +25,9 @@ from jkv.engine.results import Result
 from jkv.errors import InputError
 from jkv.model.params import Model, Params
 from jkv.model.weights import check_config
-from jkv.serving.app import Endpoint, Server, gathered, id_of, until_gone
+from jkv.serving.app import Endpoint, Server, header_of, id_of
 from jkv.serving.errors import RefusalError
-from jkv.serving.jobs import Job
+from jkv.serving.jobs import Job, gathered, until_gone
 from jkv.serving.requests import PROCESSED, CompletionFields, ignored_of, read_fields
 from jkv.serving.responses import Head, failure_of, reason_of, tokens_of
 
@@ -103,7 +103,7 @@ class Trainer:
         fields, headers = read_fields(GenerateFields, body), request.state.headers
         request.state.names = fields.names
         if ignored := ignored_of(GenerateFields, body):
-            headers["x-jkv-ignored"] = ", ".join(sorted(ignored))
+            headers["x-jkv-ignored"] = header_of(ignored)
         if fields.request_id is not None:
             headers["x-request-id"] = id_of(request, fields.request_id)
         server.check_model(fields.model)
@@ -186,7 +186,7 @@ class Trainer:
             raise InputError(rule, field="model_path", code="not_found", error=str(error)) from None
 
     def routes(self) -> list[Route]:
-        """All of them, each behind the server's key."""
+        """All of them, each behind the trainer's key."""
         posts: dict[str, Endpoint] = {
             "/generate": self.generate,
             "/pause": self.pause,
@@ -195,13 +195,24 @@ class Trainer:
         }
         gets: dict[str, Endpoint] = {"/is_paused": self.is_paused, "/weights_version": self.weights_version}
         return [
-            *(Route(path, self.server.guarded(of_no_page(one)), methods=["POST"]) for path, one in posts.items()),
-            *(Route(path, self.server.guarded(of_no_page(one))) for path, one in gets.items()),
+            *(
+                Route(path, self.server.guarded(of_no_page(one), is_trainer=True), methods=["POST"])
+                for path, one in posts.items()
+            ),
+            *(Route(path, self.server.guarded(of_no_page(one), is_trainer=True)) for path, one in gets.items()),
         ]
 
 
 def add_routes(app: Starlette, options: TrainerOptions) -> None:
-    """Adds a trainer's endpoints to an application."""
+    """Adds a trainer's endpoints to an application.
+
+    Raises:
+      InputError: clients have keys, and the trainer has none.
+    """
+    access = app.state.server.access
+    if access.keys and access.trainer_key is None:
+        rule = "A trainer's endpoints need {field} where clients have keys, which replace no weights; got none. Give one."
+        raise InputError(rule, field="trainer_key", code="missing")
     app.router.routes.extend(Trainer(app.state.server, options).routes())
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 import jkv
 from jkv.engine.results import split_text
 from jkv.reasoning.marks import CHANNEL, FINAL, HARMONY, TAGS, after_thinking, completion_decoder, marks_of
-from jkv.serving.responses import ReasoningSplitter, message_of, num_reasoning_tokens
+from jkv.serving.responses import AnswerReader, ReasoningSplitter, message_of, num_reasoning_tokens
 from jkv.testing import TINY, TinyTokenizer, tiny_model
 
 TEXT = f"{HARMONY.begin}3*7=1, so <d> is 1.\n<|end|><|start|>assistant{FINAL}d=1 <|x|>"
@@ -159,7 +159,7 @@ def test_streamed_parts_add_up_to_those_of_the_whole_text(marks, data, thinks, s
     splitter = ReasoningSplitter(thinks, marks)
     parts = [splitter.push(text[start : start + size]) for start in range(0, len(text), size)]
     reasoning, content = ("".join(part) for part in zip(*[*parts, splitter.finish()], strict=True))
-    message = message_of(text, thinks, True, marks)
+    message = message_of(text, AnswerReader(marks, thinks, None), includes_reasoning=True)
     assert (reasoning, content) == (message.get("reasoning", ""), message["content"])
     if thinks or text.lstrip().startswith(marks.begin):
         assert (reasoning, content) == split_text(text, thinks, marks)

@@ -10,6 +10,7 @@ import pytest
 
 import jkv
 from jkv.engine.prompts import LONGEST_TOKEN
+from jkv.serving.requests import ChatFields, CompletionFields, read_fields
 from tests.serving.conftest import SETTINGS, Running, make_engine
 from tests.serving.test_hostile_requests import CHAT, LONG, PROMPT, TEXT, connection, post
 
@@ -17,24 +18,25 @@ CHATS = "/v1/chat/completions"
 GREEDY = {"temperature": 0}
 PARAMS = [  # what is wrong, and the field that the error names
     ({"n": 0}, "n"),
-    ({"seed": -1}, "seed"),
+    ({"seed": 2**63}, "seed"),
     ({"temperature": -1}, "temperature"),
     ({"top_p": 2}, "top_p"),
     ({"stop": [""]}, "stop"),
     ({"stop": "a" * 2000}, "stop"),
     ({"stop_token_ids": [10**6]}, "stop_token_ids"),
     ({"stop_token_ids": list(range(20))}, "stop_token_ids"),
-    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": -2}, "max_tokens"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
-    ({"foo": 1}, "foo"),
+    ({"temprature": 1}, "temprature"),
+    ({"budgt": 64}, "budgt"),
+    ({"guided_json": {}}, "guided_json"),
     ({"policy": "r_kv", "budget": 0}, "budget"),
     ({"policy": "r_kv"}, "budget"),
     ({"policy": "rkv"}, "policy"),
     ({"interval": "often"}, "interval"),
     ({"store": True}, "store"),
     ({"best_of": 2}, "best_of"),
-    ({"logprobs": 2}, "logprobs"),
-    ({"logprobs": 1, "temperature": 1.0}, "logprobs"),
+    ({"logprobs": 21}, "logprobs"),
     ({"skip_special_tokens": False}, "skip_special_tokens"),
     ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
     ({"modalities": ["audio"]}, "modalities"),
@@ -42,9 +44,10 @@ PARAMS = [  # what is wrong, and the field that the error names
 CHAT_PARAMS = [
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
-    ({"max_completion_tokens": -1}, "max_completion_tokens"),
+    ({"max_completion_tokens": -2}, "max_completion_tokens"),
+    ({"think": "maybe"}, "think"),
     ({"top_logprobs": 1}, "top_logprobs"),
-    ({"logprobs": True, "top_logprobs": 1, "temperature": 1.0}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     *(({"chat_template_kwargs": {name: []}}, "chat_template_kwargs") for name in ("messages", "self", "tools", "conversation")),
     *(({"chat_template_kwargs": {name: 1}}, "chat_template_kwargs") for name in ("chat_template", "continue_final_message")),
 ]
@@ -84,7 +87,7 @@ def test_a_text_that_does_not_fit_is_refused_in_the_clients_words(tiny):
         assert "max_tokens" in message
         assert not any(name in message for name in ENGINES), message
     message = post(tiny, CHAT | {"max_completion_tokens": 9999}, CHATS).json()["error"]["message"]
-    assert "max_completion_tokens is 9999" in message
+    assert "max_completion_tokens" in message
 
 
 def test_values_that_change_nothing_are_taken(tiny):
@@ -94,6 +97,84 @@ def test_values_that_change_nothing_are_taken(tiny):
     assert answer.json()["choices"] == plain
     assert answer.headers["x-jkv-ignored"] == "spaces_between_special_tokens"
     assert post(tiny, TEXT | {"best_of": 2, "n": 2}).status_code == 200
+
+
+def test_numbers_are_read_as_other_servers_read_them(tiny):
+    plain = TEXT | {"max_tokens": 8, "top_p": 0.5, "temperature": 1.0, "seed": 3}
+    written = plain | {"max_tokens": "8", "top_p": "0.5", "seed": 3.0, "n": "1", "stop": "", "ignore_eos": 0}
+    expected = post(tiny, plain).json()["choices"]
+    assert post(tiny, written).json()["choices"] == expected
+    for kind, own in ((CompletionFields, {"prompt": "a"}), (ChatFields, {"messages": ["a"], "max_completion_tokens": -1})):
+        assert read_fields(kind, own | {"max_tokens": -1}).limit is None
+    for seed in (2**40, -(2**63), -5):
+        first, again = (post(tiny, plain | {"seed": seed}).json()["choices"] for _ in range(2))
+        assert first == again
+    assert post(tiny, plain | {"seed": -1}).status_code == 200
+
+
+def test_fields_of_other_servers_mean_here_what_they_mean_there(tiny):
+    def tokens(fields, status=200):
+        answer = post(tiny, {"messages": CHAT["messages"]} | fields, "/tokenize")
+        assert answer.status_code == status
+        return answer.json().get("tokens")
+
+    plain = tokens({})
+    off = tokens({"chat_template_kwargs": {"enable_thinking": False}})
+    assert off != plain
+    for fields in (
+        {"enable_thinking": False},
+        {"think": False},
+        {"thinking": {"type": "disabled"}},
+        {"reasoning": {"enabled": False}},
+        {"reasoning": {"effort": "none"}},
+    ):
+        assert tokens(fields) == off, fields
+        assert tokens(fields | {"chat_template_kwargs": {"enable_thinking": True}}) == plain
+    for fields in ({"think": True}, {"think": "low"}, {"thinking": {"type": "enabled", "budget_tokens": 9}}, {"reasoning": {}}):
+        assert tokens(fields) == plain, fields
+    tokens({"reasoning": 3}, 400)
+    penalised = {"repetition_penalty": 9, "max_tokens": 24}
+    expected = post(tiny, TEXT | penalised).json()["choices"]
+    assert expected != post(tiny, TEXT | {"max_tokens": 24}).json()["choices"]
+    other = {"repeat_penalty": 9, "n_predict": 24}
+    answer = post(tiny, {name: value for name, value in TEXT.items() if name != "max_tokens"} | other)
+    assert answer.json()["choices"] == expected
+    assert "x-jkv-ignored" not in answer.headers
+
+
+def test_what_means_nothing_here_is_ignored_and_named(tiny):
+    fields = {
+        "cache_prompt": True,
+        "keep_alive": "5m",
+        "options": {"num_ctx": 9},
+        "provider": {},
+        "typical_p": 0.9,
+        "user": "me",
+    }
+    answer = post(tiny, TEXT | fields | {"return_tokens_as_token_ids": True})
+    assert answer.json()["choices"] == post(tiny, TEXT).json()["choices"]
+    assert answer.headers["x-jkv-ignored"] == ", ".join(sorted([*fields, "return_tokens_as_token_ids"]))
+    assert (
+        post(tiny, TEXT | {"policy": "streaming_llm", "budget": 40, "importance": 0.5}).status_code == 400
+    )  # our own are strict
+
+
+def test_a_text_that_is_too_long_has_openais_code(tiny):
+    for path, fields, words in (
+        (
+            "/v1/completions",
+            {"prompt": [5] * 1900, "max_tokens": 500},
+            "2400 tokens (1900 in the prompt, 500 in the completion",
+        ),
+        ("/v1/completions", {"prompt": [5] * 3000}, "your prompt has 3000 tokens"),
+        ("/v1/completions", {"prompt": "b" * 10**6}, "1,000,000 characters"),
+        (CHATS, CHAT | {"messages": [{"role": "user", "content": "b=3;" * 2000}]}, "your prompt has"),
+        ("/v1/completions", {"prompt": [5] * 1020, "max_tokens": 500, "policy": "full"}, "1024 slots"),
+    ):
+        error = post(tiny, fields, path).json()["error"]
+        assert (error["code"], error["type"]) == ("context_length_exceeded", "invalid_request_error"), error
+        assert error["message"].startswith("This model's maximum context length is ")
+        assert words in error["message"], error
 
 
 def test_the_most_likely_token_can_be_asked_for_where_the_default_is_greedy(tiny):
@@ -139,9 +220,9 @@ def test_a_conversation_is_counted_as_the_chat_endpoint_reads_it(tiny):
         chat = post(tiny, CHAT | {"return_token_ids": True} | options, CHATS).json()
         counted = post(tiny, {"messages": CHAT["messages"], "model": "tiny"} | options, "/tokenize").json()
         assert counted["tokens"] == chat["prompt_token_ids"]
-    assert post(tiny, {"prompt": PROMPT, "foo": 1}, "/tokenize").json()["error"]["param"] == "foo"
+    assert post(tiny, {"prompt": PROMPT, "foo": 1}, "/tokenize").headers["x-jkv-ignored"] == "foo"
     assert post(tiny, {"prompt": PROMPT, "budget": 1}, "/tokenize").status_code == 400
-    assert post(tiny, {"tokens": [1], "foo": 1}, "/detokenize").json()["error"]["param"] == "foo"
+    assert post(tiny, {"tokens": [1], "token": 1}, "/detokenize").json()["error"]["param"] == "token"
     assert post(tiny, {"prompt": PROMPT, "model": "other"}, "/tokenize").status_code == 404
     assert post(tiny, {}, "/tokenize").status_code == 400
 
@@ -163,16 +244,16 @@ def test_a_path_with_a_slash_at_its_end_is_none(tiny):
 def test_an_error_has_the_headers_of_an_answer(tiny):
     answer = httpx.get(tiny.url + "/v1/completions", headers={"x-request-id": "abc"})
     assert (answer.status_code, answer.headers["allow"], answer.headers["x-request-id"]) == (405, "POST", "abc")
-    answer = post(tiny, TEXT | {"user": "me", "seed": -1}, headers={"x-request-id": "abc"})
+    answer = post(tiny, TEXT | {"user": "me", "n": 0}, headers={"x-request-id": "abc"})
     assert (answer.headers["x-request-id"], answer.headers["x-jkv-ignored"]) == ("abc", "user")
-    assert post(tiny, TEXT | {"request_id": "of the body", "seed": -1}).headers["x-request-id"] == "of the body"
-    assert post(tiny, TEXT | {"user": "me", "foo": 1}).headers["x-jkv-ignored"] == "user"
+    assert post(tiny, TEXT | {"request_id": "of the body", "n": 0}).headers["x-request-id"] == "of the body"
+    assert post(tiny, TEXT | {"user": "me", "a\nb\u00fc": 1}).headers["x-jkv-ignored"] == "a\\nb\\xfc, user"
     assert len(post(tiny, b"{").headers["x-request-id"]) == 32
 
 
 def test_the_log_has_no_text_of_a_refused_request(tiny, caplog):
     with caplog.at_level(logging.INFO, "jkv.serving"):
-        for fields in ({"temperature": "my secret"}, {"my secret": 1}, {"stop": [["my secret"]]}):
+        for fields in ({"temperature": "my secret"}, {"seed": "my secret"}, {"stop": [["my secret"]]}):
             assert "my secret" in post(tiny, TEXT | fields, headers={"x-request-id": "abc"}).json()["error"]["message"]
         httpx.get(tiny.url + "/v1/models/a%0Ab")
     assert "secret" not in caplog.text

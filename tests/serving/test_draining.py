@@ -28,7 +28,7 @@ def test_open_requests_receive_what_there_is(chat_model, monkeypatch):
         return genuine(model, prompt, has_best)
 
     monkeypatch.setattr(scoring, "likely_tokens", wait)
-    running = Running(make_engine(chat_model), drain=0.5)
+    running = Running(make_engine(chat_model), drain=0.5, abort_reason=True)
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         whole, streamed = (pool.submit(post_completion, running, LONG | more) for more in ({}, {"stream": True}))
         scored = pool.submit(

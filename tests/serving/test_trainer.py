@@ -251,7 +251,7 @@ def test_the_endpoints_need_the_key_and_are_off_by_default(chat_model, tiny):
     methods = ["POST"] * 4 + ["GET"] * 2
     for method, path in zip(methods, PATHS, strict=True):
         assert httpx.request(method, tiny.url + path).status_code == 404
-    closed = Running(make_engine(chat_model), api_key="secret")
+    closed = Running(make_engine(chat_model), trainer_key="secret")
     try:
         add_routes(closed.app, TrainerOptions())
         for method, path in zip(methods, PATHS, strict=True):
@@ -263,6 +263,12 @@ def test_the_endpoints_need_the_key_and_are_off_by_default(chat_model, tiny):
         assert "needs a server with --weights-root" in answer.text
     finally:
         closed.close()
+
+
+def test_a_trainer_has_a_key_of_its_own_where_clients_have_keys(tiny, monkeypatch):
+    monkeypatch.setattr(tiny.app.state.server.access, "keys", {"abc": "ann"})
+    with pytest.raises(jkv.InputError, match="need trainer_key"):
+        add_routes(tiny.app, TrainerOptions())
 
 
 @pytest.mark.parametrize("change", ["written", "replaced", "added"])

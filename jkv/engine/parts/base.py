@@ -64,6 +64,7 @@ class Carried(NamedTuple):
     """What parts keep on the device from chunk to chunk, each in the memory of the last one; None for parts that are not on."""
 
     generated: Int[Array, "B V"] | None = None  # how often each row's completion holds each token: see `penalties`
+    latest: Int[Array, "B W"] | None = None  # the last tokens of each completion: see `bad_words`
     history: Int[Array, "B S"] | None = None  # the last tokens of each row: see `drafting`
     credit: Float[Array, " B"] | None = None  # of each row's guesses: see `drafting`
 

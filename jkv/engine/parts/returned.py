@@ -1,7 +1,8 @@
 """What a chunk returns of its tokens besides their log-probabilities, where somebody asks for it."""
 
-from typing import Any
+from typing import Annotated, Any
 
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jkv.cache.attention import Cache
@@ -62,3 +63,24 @@ class OwnLogProbs(StepPart):
         if draw.is_own:  # then it is the log-probability of the draw
             return {}
         return {"log_prob_own": sampling.own_log_prob(draw.own, token)}
+
+
+class TopLogProbs(StepPart):
+    """The most likely tokens of the model's own distribution at each place (`jkv.RequestOptions.top_logprobs`)."""
+
+    is_asked: Annotated[Any, "B"]
+
+    @classmethod
+    def is_on(cls, rows: Rows) -> bool:
+        return any(request.top_logprobs for request in rows.requests)
+
+    @classmethod
+    def of(cls, rows: Rows) -> "TopLogProbs":
+        is_asked = np.zeros(rows.num_rows, bool)
+        for i, sample in rows.running.items():
+            is_asked[i] = bool(sample.request.top_logprobs)
+        return cls(is_asked)
+
+    def drawn(self, draw: Draw, token: Int[Array, "B T"]) -> dict[str, Array]:
+        top_token, top_log_prob = sampling.top_log_probs(draw.own, self.is_asked.any())
+        return {"top_token": top_token, "top_log_prob": top_log_prob}

@@ -5,12 +5,14 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jkv.engine.parts.alignment import Alignment
+from jkv.engine.parts.bad_words import BadWords
 from jkv.engine.parts.base import Rows, StepPart
+from jkv.engine.parts.biases import Biases
 from jkv.engine.parts.drafting import Drafting
 from jkv.engine.parts.forced_tokens import ForcedTokens
 from jkv.engine.parts.gating import Gating
 from jkv.engine.parts.penalties import Penalties
-from jkv.engine.parts.returned import Experts, HiddenStates, OwnLogProbs
+from jkv.engine.parts.returned import Experts, HiddenStates, OwnLogProbs, TopLogProbs
 from jkv.engine.parts.steering import Steering
 
 
@@ -18,6 +20,8 @@ class Parts(NamedTuple):
     """The parts of an engine's steps; None for those that are not on."""
 
     forced: ForcedTokens | None = None
+    biases: Biases | None = None
+    bad_words: BadWords | None = None
     penalties: Penalties | None = None
     align: Alignment | None = None
     steer: Steering | None = None
@@ -25,6 +29,7 @@ class Parts(NamedTuple):
     experts: Experts | None = None
     hidden: HiddenStates | None = None
     own: OwnLogProbs | None = None
+    top: TopLogProbs | None = None
     draft: Drafting | None = None
 
     @property
