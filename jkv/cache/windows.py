@@ -10,7 +10,6 @@ Rings hold floats, also where the pool is quantised.
 
 from typing import Annotated, Any, NamedTuple
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -19,16 +18,17 @@ import pallas_kernels as kernels
 from jkv.cache.pool import EMPTY, NULL_PAGE, num_pages_of
 from jkv.cache.sink_logit import add_sink, sink_of_rows
 from jkv.model.rotary import turn_in
+from jkv.pytrees import PyTree, static
 from pallas_kernels.quantised import put
 from pallas_kernels.rotate_append.reference import rotate
 
 
-class Windows(flax.struct.PyTreeNode):
+class Windows(PyTree):
     """The rings of all rows, on the device; rows that do not run have their address in page 0."""
 
     kv: Annotated[Any, "P 2 page H"]
-    size: int = flax.struct.field(pytree_node=False)  # W
-    num_layers: int = flax.struct.field(pytree_node=False)  # L
+    size: int = static()  # W
+    num_layers: int = static()  # L
 
     @property
     def page_size(self) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 RANKS = [  # from the ground up: a module may import those of lower ranks, and its own package
     {"pallas_kernels"},
-    {"jkv.errors"},
+    {"jkv.errors", "jkv.pytrees"},
     {"jkv.checks", "jkv.notebook", "jkv.program_cache", "jkv.text_files"},
     {"jkv.limits", "jkv.statistics", "jkv.reports", "jkv.resuming", "jkv.tidy"},
     {"jkv.model"},
