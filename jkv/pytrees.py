@@ -6,7 +6,7 @@ from typing import Any, Self, dataclass_transform
 import jax
 
 
-def static(default: Any = dataclasses.MISSING) -> Any:
+def static(*, default: Any = dataclasses.MISSING) -> Any:
     """A field that is part of the tree's structure: hashable, and another value compiles a program anew."""
     return dataclasses.field(default=default, metadata={"static": True})
 
@@ -17,7 +17,7 @@ class PyTree:
 
     >>> class Point(PyTree):
     ...     x: jax.Array
-    ...     unit: str = static("m")
+    ...     unit: str = static(default="m")
     >>> jax.tree.map(lambda x: 2 * x, Point(3)).replace(unit="cm")
     Point(x=6, unit='cm')
     """

@@ -88,7 +88,7 @@ class Pool(PyTree):
     slot_data: dict[str, Annotated[Any, "L B K MP*page"]]  # by name; per slot of a row, so pages can be shared (LOG_WEIGHT)
     vacant_slot: Annotated[Any, "L B K"] = None  # index of the vacant slot, EMPTY for none; None if rows never have one
     bounds: Annotated[Any, "P 2 H"] = None  # elementwise minimum and maximum of each page's keys; None if no policy needs them
-    poison: bool = static(False)  # tests: freed pages become NaN
+    poison: bool = static(default=False)  # tests: freed pages become NaN
 
     @property
     def page_size(self) -> int:

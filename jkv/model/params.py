@@ -286,7 +286,7 @@ class Params(PyTree):
     final_norm: Annotated[Any, "D"]
     unembedding: Annotated[Any, "D V"]  # None if tied to the embedding
     config: ModelConfig = static()
-    axis: MeshAxis = static(None)  # of a mesh that splits the weights
+    axis: MeshAxis = static(default=None)  # of a mesh that splits the weights
     layer_inputs: LayerInputs | None = None
 
     def __repr__(self) -> str:

@@ -43,7 +43,7 @@ class LowRank(PyTree):
     base: Any  # [in, out]
     down: Any  # [in, rank]
     up: Any  # [rank, out]
-    scale: float = static(1.0)
+    scale: float = static(default=1.0)
 
 
 class Experts(PyTree):

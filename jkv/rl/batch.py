@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jkv.checks import check_known, counted
+from jkv.checks import check_known, counted, shown
 from jkv.engine.results import FAILED, Result, reason_of
 from jkv.errors import refused
 from jkv.model.params import Model, Params
@@ -38,7 +38,7 @@ class Batch(PyTree):
     start: Any = None  # [N] int32: where completions begin
     experts: Any = None  # [N, T, L, A]: those that tokens went through; None leaves the choice to the router
     packing: Packing | None = None  # in which the forward pass computes the sequences; None computes the rows as they are
-    is_mixed: bool = static(False)  # whether several weights may have drawn a row
+    is_mixed: bool = static(default=False)  # whether several weights may have drawn a row
 
     @property
     def is_replayed(self) -> bool:
@@ -92,6 +92,9 @@ def make_batch(
         that several weights drew, what cannot be packed, shapes that do not belong together, or what is no log-probability or
         advantage.
     """
+    if not isinstance(out, Result):
+        rule = f"make_batch takes rollouts first, then their advantages; got {shown(out)} as rollouts. Pass what they returned."
+        raise refused(rule, out="wrong_type")
     if mixed and not replay:
         rule = "mixed=True is of a replay; a dense batch takes completions of several weights as they are. Leave it out."
         raise refused(rule, mixed="conflict")
