@@ -200,6 +200,7 @@ max_stop_ids, return_trace, routed_experts, mesh, kernels, prefix_cache, copy_ke
                 what = f"{name!r} is no {'argument of this call, nor a setting' if others else 'setting'} of an engine."
                 if name in PLACES:
                     raise TypeError(what + PLACES[name])
-                hint, taken = did_you_mean(name, [*others, *known]), f" The call takes: {', '.join(others)}." if others else ""
+                hint = did_you_mean(name, [*others, *known, *PLACES])
+                taken = f" The call takes: {', '.join(others)}." if others else ""
                 raise TypeError(f"{what}{hint}{taken} The settings are: {', '.join(known)}.")
         return dataclasses.replace(self, **settings)
