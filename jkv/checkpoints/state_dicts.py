@@ -16,7 +16,7 @@ from jkv.checkpoints.checkpoint_tensors import DTYPES, Part, list_some, stacked_
 from jkv.checkpoints.families import find_family
 from jkv.checkpoints.family import Family, field_of
 from jkv.checkpoints.weight_reading import Kept, kept_as, one_at_a_time, read_leaves
-from jkv.checks import counted, shown, typed
+from jkv.checks import shown, typed
 from jkv.errors import refused
 from jkv.model.joined import separate_weights
 from jkv.model.params import Codes, Model, ModelConfig, Params
@@ -268,8 +268,8 @@ def check_source(source: Source, config: ModelConfig) -> None:
     """Refuses missing, unknown and misshapen tensors, and dtypes that are none of weights."""
     held, family = source.held, source.family
     if missing := [name for name in source.wanted if name not in held]:
-        got = f"{counted(len(held), 'other tensor')}, such as {list_some(sorted(held))}" if held else "none"
-        rule = f"The new weights must have {list_some(missing)}; got {got}."
+        got = f"the {len(held)} that are there begin with {list_some(sorted(held))}" if held else "it is empty"
+        rule = f"The new weights must have {list_some(missing)}; missing, and {got}."
         rule += " Pass all weights of the model, by the names of its checkpoint."
         raise refused(rule, **{missing[0]: "missing"})
     for name, shape in source.shapes.items():
