@@ -40,6 +40,7 @@ from jkv.engine.results import Result
 from jkv.engine.service import Service
 from jkv.errors import InputError
 from jkv.evaluation.choose import Choice, choose
+from jkv.evaluation.compare import compare
 from jkv.eviction import (
     AfterPrompt,
     CacheView,
@@ -126,6 +127,7 @@ __all__ = [
     "recall",
     "chain",
     "choose",
+    "compare",
     "evict_by",
     "generate",
     "join_weights",

@@ -2,6 +2,7 @@
 
 import difflib
 import numbers
+import os
 import reprlib
 import types
 from collections.abc import Iterable
@@ -19,6 +20,7 @@ WORDS: dict[Any, str] = {
     tuple: "a list",
     dict: "a table of names and values",
     types.NoneType: "None",
+    os.PathLike: "a path",
 }
 DISTRIBUTION = "jkv-cache"  # on PyPI, where `jkv` is another project
 UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
@@ -139,6 +141,20 @@ def typed(field: str, value: Any, wanted: Any, whose: str = "") -> Any:
         known = " or ".join(WORDS.get(kind, getattr(kind, "__name__", str(kind))) for kind in kinds)
         raise InputError(rule, field=field, code="wrong_type", whose=whose, kinds=known, got=shown(value))
     return value
+
+
+def check_list(field: str, values: Any) -> list[Any]:
+    """The elements of a list or another iterable; one value by itself, a text or None is refused.
+
+    >>> check_list("policies", "r_kv")
+    Traceback (most recent call last):
+    jkv.errors.InputError: policies must be a list; got 'r_kv'. Put it into brackets.
+    """
+    if isinstance(values, str | bytes | dict) or not isinstance(values, Iterable):
+        raise InputError(
+            "{field} must be a list; got {got}. Put it into brackets.", field=field, code="wrong_type", got=shown(values)
+        )
+    return list(values)
 
 
 def out_of_range(field: str, limits: str, value: Any) -> InputError:

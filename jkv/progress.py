@@ -22,6 +22,20 @@ def bar_of(total: int, unit: str, title: str, progress: bool | None) -> Iterator
         yield bar
 
 
+def counts_texts(bar: Any) -> dict[str, Any]:
+    """The option of `generate` that shows in a bar how many texts of its present run are finished."""
+    finished, drawn = 0, 0.0
+
+    def show(event: Event) -> None:
+        nonlocal finished, drawn
+        finished += bool(event.finish_reason)
+        if time.perf_counter() - drawn > DRAW_SECONDS:
+            drawn = time.perf_counter()
+            bar.set_postfix_str(f"{finished} texts")
+
+    return {} if bar.disable else {"on_tokens": show}
+
+
 @contextlib.contextmanager
 def progress_bar(num_samples: int, progress: bool | None, title: str = "generate") -> Iterator[Callable[[list[Event]], None]]:
     """A bar of finished samples, with tokens a second; its clock starts after the first turn, which compiles the programs."""

@@ -59,7 +59,7 @@ def page_of(name: str) -> str:
     ]
     if said.rule:
         where = f" ({said.equations} of the paper)" if said.equations else ""
-        parts += [f"## Rule{where}", f"``` {{ .text .rule }}\n{said.rule}\n```", LETTERS if "softmax" in said.rule else ""]
+        parts += [f"## Rule{where}", f"```text\n{said.rule}\n```", LETTERS if "softmax" in said.rule else ""]
     if said.departures:
         parts += ["## Departures from the paper", said.departures]
     parts += ["## Settings", settings_of(name), facts_of(name)]

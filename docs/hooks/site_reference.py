@@ -148,6 +148,7 @@ GROUPS: Mapping[str, Group] = {
         (
             "jkv.choose",
             "jkv.Choice",
+            "jkv.compare",
             "jkv.analyze",
             "jkv.calibrate",
             "jkv.recall",

@@ -23,8 +23,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jkv.cache.attention import OPEN_END
+from jkv.checks import check_list, need_tokenizer, shown
+from jkv.engine.prompts import encode_prompts
+from jkv.engine.requests import wrong_policy
 from jkv.engine.results import complete
-from jkv.errors import refused
+from jkv.errors import InputError, refused
 from jkv.eviction import Policy
 from jkv.eviction.calibration import identity_of
 from jkv.eviction.scores import attention
@@ -95,7 +98,7 @@ class Kept(NamedTuple):
 
 def recall(
     model: Model,
-    texts: Sequence[Text],
+    texts: Sequence[Text | tuple[str, str]],
     policies: Sequence[Policy],
     *,
     interval: int = 16,
@@ -107,7 +110,7 @@ def recall(
 
     Args:
       model: whose attention it is.
-      texts: pairs of token ids, the prompt and its continuation.
+      texts: pairs, the prompt and its continuation, each a text or token ids.
       policies: whose kept slots are compared.
       interval: generated tokens between two evictions of the oracle.
       recent: last tokens that the oracle always keeps.
@@ -117,6 +120,10 @@ def recall(
     Raises:
       ValueError: no texts, or one without a continuation.
     """
+    texts = ids_of(model, texts)
+    for policy in check_list("policies", policies):
+        if not isinstance(policy, Policy):
+            raise wrong_policy(policy)
     if not texts or not all(len(prompt) and len(rest) for prompt, rest in texts):
         rule = "Recall needs texts, each with a prompt and tokens that follow; got none, or an empty one."
         raise refused(rule, texts="missing")
@@ -151,6 +158,27 @@ def recall(
 def loss_of(dense: Kept, run: Kept) -> Float[np.ndarray, " texts"]:
     """By how many nats a token of each text is less likely than with the full cache."""
     return np.array([(full - own).mean() for full, own in zip(dense.log_probs, run.log_probs, strict=True)])
+
+
+def ids_of(model: Model, texts: Any) -> list[Text]:
+    """The token ids of pairs of texts; of pairs of token ids, the same.
+
+    Raises:
+      InputError: something that is no pair.
+    """
+    pairs = []
+    for one in check_list("texts", texts):
+        if not isinstance(one, tuple | list) or len(one) != 2:
+            rule = "{field} must be pairs, (prompt, continuation), each a text or token ids; got {got} among them."
+            raise InputError(rule, field="texts", code="wrong_type", got=shown(one))
+        prompt, rest = one
+        if isinstance(prompt, str):
+            prompt = encode_prompts(model, [prompt])[0].tolist()
+        if isinstance(rest, str):
+            need_tokenizer(model.tokenizer, "Texts are of tokens")
+            rest = model.tokenizer.encode(rest, add_special_tokens=False)
+        pairs.append((prompt, rest))
+    return pairs
 
 
 def decode(model: Model, texts: Sequence[Text], policy: Policy, settings: dict[str, Any]) -> Kept:

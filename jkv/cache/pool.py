@@ -18,11 +18,11 @@ indices.
 
 from typing import Annotated, Any, NamedTuple
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jkv.pytrees import PyTree, static
 from pallas_kernels import sealed
 from pallas_kernels.quantised import Format, Numbers, Quantised, dequantise, like, put, take
 from pallas_kernels.sealed import Records, poisoned, zeros
@@ -70,7 +70,7 @@ NULL_PAGE = 0  # where what is masked out has its address
 LOG_WEIGHT = "log_weight"  # slot data that attention adds to the logits: `ln m` for multiplicity m, `-inf` for a skipped slot
 
 
-class Pool(flax.struct.PyTreeNode):
+class Pool(PyTree):
     """Keys, values and the allocator, on the device and of fixed shape.
 
     The axes of the fields are not checked as types, because JAX also builds pytrees whose leaves are not arrays. A mesh splits
@@ -88,7 +88,7 @@ class Pool(flax.struct.PyTreeNode):
     slot_data: dict[str, Annotated[Any, "L B K MP*page"]]  # by name; per slot of a row, so pages can be shared (LOG_WEIGHT)
     vacant_slot: Annotated[Any, "L B K"] = None  # index of the vacant slot, EMPTY for none; None if rows never have one
     bounds: Annotated[Any, "P 2 H"] = None  # elementwise minimum and maximum of each page's keys; None if no policy needs them
-    poison: bool = flax.struct.field(pytree_node=False, default=False)  # tests: freed pages become NaN
+    poison: bool = static(default=False)  # tests: freed pages become NaN
 
     @property
     def page_size(self) -> int:

@@ -7,7 +7,6 @@ A step that appends several tokens keeps the states after each, until it is know
 
 from typing import Annotated, Any, NamedTuple
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -15,9 +14,10 @@ from jaxtyping import Array, Bool, Float, Int
 from jkv.model import delta_net
 from jkv.model.delta_net import DeltaInputs, DeltaState
 from jkv.model.delta_weights import DeltaNet
+from jkv.pytrees import PyTree
 
 
-class LayerStates(flax.struct.PyTreeNode):
+class LayerStates(PyTree):
     """The states of all rows in a layer. The channels of the convolution lie shard by shard."""
 
     memory: Annotated[Any, "B N I H"]  # float32; I channels of a key, H of a value

@@ -13,7 +13,6 @@ Rings hold floats, also where the pool is quantised.
 
 from typing import Annotated, Any, NamedTuple
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -22,17 +21,18 @@ import pallas_kernels as kernels
 from jkv.cache.pool import EMPTY, NULL_PAGE, num_pages_of
 from jkv.cache.sink_logit import add_sink, sink_of_rows
 from jkv.model.rotary import turn_in
+from jkv.pytrees import PyTree, static
 from pallas_kernels.quantised import put
 from pallas_kernels.rotate_append.reference import rotate
 
 
-class Windows(flax.struct.PyTreeNode):
+class Windows(PyTree):
     """The rings of all rows, on the device; rows that do not run have their address in page 0."""
 
     kv: Annotated[Any, "P 2 page H"]
-    size: int = flax.struct.field(pytree_node=False)  # W
-    num_layers: int = flax.struct.field(pytree_node=False)  # L
-    places: int = flax.struct.field(pytree_node=False, default=1)  # T: the tokens that a step may append to a row
+    size: int = static()  # W
+    num_layers: int = static()  # L
+    places: int = static(default=1)  # T: the tokens that a step may append to a row
 
     @property
     def num_slots(self) -> int:

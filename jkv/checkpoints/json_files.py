@@ -66,8 +66,8 @@ def read_bytes(file: Path, limit: int = MAX_BYTES) -> bytes:
     """
     if find_file(file) is None:
         raise refused(
-            f"{file.parent} must contain {file.name}; it has none. Pass a Hugging Face folder. For a folder of jkv.save use "
-            "jkv.restore.",
+            f"{file.parent} must contain {file.name}; it has none. Pass a folder in the form of Hugging Face; "
+            "jkv.load takes one of jkv.save too.",
             file="not_found",
         )
     try:

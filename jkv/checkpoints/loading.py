@@ -81,6 +81,7 @@ def load(
         ValueError: the decoder cannot run it, a file is bad, or a mesh does not divide it or shall split joined matrices; the
             message names the file and the remedy.
     """
+    typed("name_or_folder", name_or_folder, Folder)
     keep_programs()
     kept = Kept(
         dtype,

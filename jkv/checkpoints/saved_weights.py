@@ -39,10 +39,11 @@ from jkv.checkpoints.json_files import (
 )
 from jkv.checkpoints.saved_config import read_fields
 from jkv.checkpoints.weight_reading import Kept, finished
+from jkv.checks import typed
 from jkv.errors import refused
 from jkv.model.eight_bits import code_axis
 from jkv.model.joined import filled, on_host, separate_weights
-from jkv.model.params import Codes, ModelConfig, Params
+from jkv.model.params import Codes, Model, ModelConfig, Params
 from jkv.model.weight_shapes import leaf_name, named_leaves, weight_shapes
 from jkv.reports import write_text
 
@@ -55,16 +56,23 @@ AGAIN = "Copy the folder again, or save the weights again."
 Placement: TypeAlias = Sharding | Params | Callable[[str, Any], Sharding] | None
 
 
-def save(params: Params, folder: Folder) -> None:
+def save(params: Params | Model, folder: Folder) -> None:
     """Writes weights, sharded or not, and their configuration to a folder; `jkv.restore` reads it.
 
-    The tokenizer is not saved.
+    Of a model, only the weights are saved. `dataclasses.replace(model, params=jkv.restore(folder))` puts them into a model that
+    has a tokenizer.
 
     Raises:
       ValueError: the folder already has weights, or the weights do not fit their configuration.
     """
     import orbax.checkpoint as ocp
 
+    if isinstance(params, Model):
+        params = params.params
+    if not isinstance(params, Params):
+        rule = f"save takes the weights and then the folder, jkv.save(params, folder); got {shown(params)} as weights."
+        raise refused(rule, params="wrong_type")
+    typed("folder", folder, Folder)
     folder, named = Path(folder).absolute(), named_leaves(separate_weights(on_host(params)))
     config = dataclasses.asdict(params.config)
     read_fields(json.loads(json.dumps(config)), "params.config")  # as `restore` will

@@ -9,7 +9,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from jkv.checks import DISTRIBUTION, did_you_mean
 from jkv.cli import (
@@ -39,19 +39,31 @@ COMMANDS = (
 )
 
 
+class Parser(argparse.ArgumentParser):
+    """Answers a wrong command line with one line, not with a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message.rstrip('.')}. See `{self.prog} --help`.\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     parser, given = make_parser(), list(sys.argv[1:] if arguments is None else arguments)
+    command: argparse.ArgumentParser = parser
     if "" not in sys.path:  # the working folder, for modules of your own, after all that is installed
         sys.path.append("")
     if given and not given[0].startswith("-"):
         commands = commands_of(parser)
         if given[0] not in commands:
-            parser.error(f"there is no command {given[0]!r}.{did_you_mean(given[0], commands)} See `jkv --help`.")
+            parser.error(f"there is no command {given[0]!r}.{did_you_mean(given[0], commands)}")
         command, rest = commands[given[0]], given[1:]
         command = commands_of(command).get(rest[0], command) if rest else command  # `jkv bench throughput`
         given = [given[0], *expand_flags(command, rest)]
-    options = parser.parse_args(given)
+    options, surplus = parser.parse_known_args(given)
+    if surplus:
+        takes_name = "--model" in command._option_string_actions and not surplus[0].startswith("-")
+        hint = " The model is named by --model." if takes_name else ""
+        command.error(f"unrecognized arguments: {' '.join(surplus)}.{hint}")
     if vars(options).pop("version"):
         print("jkv", importlib.metadata.version(DISTRIBUTION))
         return 0
@@ -93,7 +105,7 @@ def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
 
 def make_parser() -> argparse.ArgumentParser:
     """All commands and their options."""
-    parser = argparse.ArgumentParser("jkv", description="Reasoning models with a compressed, paged KV cache.", **LOOKS)
+    parser = Parser("jkv", description="Reasoning models with a compressed, paged KV cache.", **LOOKS)
     parser.add_argument("--version", action="store_true", help="print the version")
     commands = parser.add_subparsers(metavar="command")
     for command in COMMANDS:

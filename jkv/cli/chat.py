@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     if options.url is not None:
         return remote_chat.run(options)
     from jkv.checkpoints.chat_template import has_chat_template
-    from jkv.cli.generate import show_text, summarise
+    from jkv.cli.generate import shown_text, summarise
     from jkv.engine.drafters import drafter_named
     from jkv.engine.engine import Engine
     from jkv.generate import log_programs
@@ -94,13 +94,18 @@ def run(options: argparse.Namespace) -> int:
             messages.append({"role": "user", "content": line})
             engine.reset_stats()
             asked = {"max_new_tokens": options.max_new_tokens, "parse_special": options.parse_special}
-            try:
-                ticket = engine.submit(messages, policy, sampling, on_tokens=show_text, **asked)
-            except ValueError as error:  # a conversation that is too long, or that the template refuses
+            refusal = None
+            with shown_text() as show:
+                try:
+                    ticket = engine.submit(messages, policy, sampling, on_tokens=show, **asked)
+                except ValueError as error:  # a conversation that is too long, or that the template refuses
+                    refusal = error
+                else:
+                    engine.run()
+            if refusal is not None:
                 messages.pop()
-                print(f"jkv: {error} /new begins a new conversation.", file=sys.stderr)
+                print(f"jkv: {refusal} /new begins a new conversation.", file=sys.stderr)
                 continue
-            engine.run()
             out = engine.result(ticket)
             log_programs(engine.stats)
             assert out.text is not None

@@ -1,9 +1,10 @@
 """`jkv generate` decodes one prompt or a file of them."""
 
 import argparse
+import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,24 +56,25 @@ def run(options: argparse.Namespace) -> int:
     policy = make(options.policy, read_settings(options.budget, options.set))
     model = load_model(options.model, vars(options))
     streams = options.out is None and len(prompts) * options.n == 1
-    out = generate(
-        model,
-        [[{"role": "user", "content": prompt}] for prompt in prompts] if options.chat else prompts,
-        policy=policy,
-        sampling=sampling_of(options, model.sampling),
-        on_tokens=show_text if streams and model.tokenizer is not None else None,
-        progress=False if streams else None,
-        parse_special=options.parse_special,
-        max_new_tokens=options.max_new_tokens,
-        n=options.n,
-        stop_strings=options.stop_strings,
-        page_size=options.page_size,
-        kv_dtype=options.kv_dtype,
-        max_running=options.max_running,
-        kernels=options.kernels,
-        speculate=drafter_named(options.speculate, options.drafts),
-        return_trace=options.html is not None,
-    )
+    with shown_text(streams and model.tokenizer is not None) as show:
+        out = generate(
+            model,
+            [[{"role": "user", "content": prompt}] for prompt in prompts] if options.chat else prompts,
+            policy=policy,
+            sampling=sampling_of(options, model.sampling),
+            on_tokens=show,
+            progress=False if streams else None,
+            parse_special=options.parse_special,
+            max_new_tokens=options.max_new_tokens,
+            n=options.n,
+            stop_strings=options.stop_strings,
+            page_size=options.page_size,
+            kv_dtype=options.kv_dtype,
+            max_running=options.max_running,
+            kernels=options.kernels,
+            speculate=drafter_named(options.speculate, options.drafts),
+            return_trace=options.html is not None,
+        )
     if options.html:
         write_text(options.html, viz.kept(out, sample=None, title=f"Kept tokens, {options.policy}").html)
     if options.out:
@@ -90,6 +92,29 @@ def run(options: argparse.Namespace) -> int:
     if "cancelled" in out.finish_reason:
         return 130
     return 1 if any(reason in FAILED for reason in out.finish_reason) else 0
+
+
+@contextlib.contextmanager
+def shown_text(streams: bool = True) -> Iterator[Callable[[Any], None] | None]:
+    """A callback that prints a sample's new text, or None. Until the first text, a terminal shows why there is none yet."""
+    waits = streams and sys.stderr.isatty()
+
+    def clear() -> None:
+        nonlocal waits
+        if waits:
+            waits = False
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def show(event: Any) -> None:
+        clear()
+        show_text(event)
+
+    if waits:
+        print("jkv: prefill; the first run of a model compiles its programs ...", end="", file=sys.stderr, flush=True)
+    try:
+        yield show if streams else None
+    finally:
+        clear()
 
 
 def show_text(event: Any) -> None:

@@ -31,8 +31,18 @@ from pallas_kernels.sealed import SEALED, SealedFormat, check_page
 LIMITED = "max_running", "max_slots", "page_size", "num_pages", "max_stop_ids", "prefill_tokens"  # counts
 PLACES = {  # settings that are not the engine's: where they are given
     **{name: f" Write sampling=jkv.Sampling({name}=...)." for name in SAMPLING_FIELDS},  # `generate` takes them as they are
-    "stop": " Write stop_strings=[...].",
-    "do_sample": " Write sampling=jkv.Sampling(...); temperature=0 is greedy.",
+    **dict.fromkeys(("stop", "stop_sequences"), " Write stop_strings=[...]."),
+    **dict.fromkeys(("eos_token_id", "stop_token_ids"), " Write stop_ids=[...]."),
+    **dict.fromkeys(("num_return_sequences", "num_generations", "group_size", "num_samples"), " Write n=."),
+    **dict.fromkeys(("max_tokens", "max_completion_length", "max_length"), " Write max_new_tokens=."),
+    **dict.fromkeys(("batch_size", "max_num_seqs"), " Write max_running=."),
+    **dict.fromkeys(("messages", "prompt", "prompts", "input_ids"), " Pass messages, texts or token ids as the prompt."),
+    "attention_mask": " Write prompt_mask=.",
+    "tokenizer": " The model has its own, model.tokenizer.",
+    "do_sample": " Write temperature=0 to be greedy, and a higher one to draw.",
+    "return_full_text": " Leave it out: `text` is the completion alone.",
+    "streamer": " Write on_tokens=, a function that takes events.",
+    "device": " Leave it out: JAX chooses it, as JAX_PLATFORMS says.",
     **{name: f" Write policy=jkv.r_kv({name}=...), or another of `jkv policies`." for name in ("budget", "interval", "window")},
 }
 MOST_POLICIES = 10_000  # of an engine's later requests
@@ -191,8 +201,10 @@ max_stop_ids, return_trace, routed_experts, mesh, kernels, prefix_cache, copy_ke
         others = [name for name in others if name not in ("self", "settings")]
         for name in settings:
             if name not in known:
-                hint = PLACES[name] if name in PLACES else did_you_mean(name, [*others, *known, *PLACES])
-                what = "argument of this call, nor a setting" if others else "setting"
+                what = f"{name!r} is no {'argument of this call, nor a setting' if others else 'setting'} of an engine."
+                if name in PLACES:
+                    raise TypeError(what + PLACES[name])
+                hint = did_you_mean(name, [*others, *known, *PLACES])
                 taken = f" The call takes: {', '.join(others)}." if others else ""
-                raise TypeError(f"{name!r} is no {what} of an engine.{hint}{taken} The settings are: {', '.join(known)}.")
+                raise TypeError(f"{what}{hint}{taken} The settings are: {', '.join(known)}.")
         return dataclasses.replace(self, **settings)

@@ -218,7 +218,7 @@ def check_model(model_or_params: Any) -> Model:
     """A model whose weights are finite; bare `Params` have no tokenizer."""
     if not isinstance(model_or_params, Model | Params):
         is_name = isinstance(model_or_params, str | os.PathLike)
-        remedy = f"Write model = jkv.load({shown(model_or_params)}), and pass model." if is_name else "Load it first."
+        remedy = "Write model = jkv.load(...), with a name or a folder, and pass model first." if is_name else "Load it first."
         rule = f"The model must be what jkv.load returns, or bare Params; got {shown(model_or_params)}. {remedy}"
         raise refused(rule, model="wrong_type")
     model = model_or_params if isinstance(model_or_params, Model) else Model(model_or_params)
@@ -330,12 +330,22 @@ def spread_policies(
         policies = [in_slots(each, slot) for each in policies]
     for each in policies:
         if not isinstance(each, Policy):
-            rule = "{field} must be made by a recipe such as jkv.r_kv(budget=256); known: {known}; got {got}.{near}"
-            near = did_you_mean(f"jkv.{each}", [f"jkv.{name}" for name in POLICIES]) if isinstance(each, str) else ""
-            known = ", ".join(sorted(POLICIES))
-            raise InputError(rule, field="policy", code="wrong_type", known=known, got=shown(each), near=near)
+            raise wrong_policy(each)
         check_sealing(each, kv_format)
     return policies
+
+
+def wrong_policy(given: Any) -> InputError:
+    """The error about what is no policy: a name, a recipe that was not called, a score, or anything else."""
+    rule, near = "{field} must be made by a recipe such as jkv.r_kv(budget=256); known: {known}; got {got}.{near}", ""
+    if isinstance(given, str):
+        near = did_you_mean(f"jkv.{given}", [f"jkv.{name}" for name in POLICIES])
+    elif callable(given):
+        name = getattr(given, "__name__", type(given).__name__)
+        rule = "{field} must be made by a recipe such as jkv.r_kv(budget=256); got {got}, which was not called.{near}"
+        near = f" Call it, as in {name}(budget=256); of a score, jkv.evict_by({name}, budget=256) makes a policy."
+    known = ", ".join(sorted(POLICIES))
+    return InputError(rule, field="policy", code="wrong_type", known=known, got=shown(given), near=near)
 
 
 def spread_forced(options: RequestOptions, num_prompts: int, vocab_size: int) -> list[np.ndarray]:

@@ -6,6 +6,8 @@ what is compared are the differences on the same texts. `jkv choose` prints it.
 """
 
 import dataclasses
+import math
+import os
 import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,7 +27,7 @@ from jkv.evaluation.generations import default_limit
 from jkv.evaluation.graders import check_gold, grader_of
 from jkv.evaluation.probe import check_lengths, decode
 from jkv.evaluation.probe_texts import Probe, passages_of
-from jkv.evaluation.problems import Problem, tokens_of
+from jkv.evaluation.problems import Problem, problems_of, tokens_of
 from jkv.evaluation.variants import build, by_name, settings_of, takes_budget
 from jkv.eviction import Policy
 from jkv.eviction.byte_budget import is_bytes, parse_bytes
@@ -35,7 +37,7 @@ from jkv.model.params import Model
 from jkv.model.sampling import Sampling
 from jkv.policies import POLICIES, Recipe, full, is_known, make, needs_no_file, recipe_of
 from jkv.policies.own import fields_of
-from jkv.progress import bar_of
+from jkv.progress import bar_of, counts_texts
 from jkv.reports import markdown
 from jkv.statistics import bootstrap, with_interval
 from jkv.tidy import to_pandas
@@ -44,6 +46,7 @@ BUDGETS = ("50%", "25%", "12.5%")
 TOLERANCE = 0.05  # nats a token
 INTERVAL = 16  # tokens between two compactions
 BASELINE = "random"
+LONGEST_NAME = 256  # of a file, in characters
 WIDTH = 128  # of the lines that are printed
 
 
@@ -95,6 +98,7 @@ class Choice:
       rows: by budget, the largest first, then by loss.
       left_out: policies with a reason, where a budget is too small for what they keep.
       answers: of the problems, where there were any.
+      vocabulary: the model's tokens, with which a guess among all of them is compared.
     """
 
     model: str
@@ -105,6 +109,7 @@ class Choice:
     rows: list[Row]
     left_out: list[str]
     answers: Answers | None = None
+    vocabulary: int | None = None
 
     @property
     def best(self) -> list[Row]:
@@ -168,6 +173,11 @@ class Choice:
     def _advice(self) -> list[str]:
         """In words: which policies do not beat the baseline, what is chosen, and what the answers are."""
         said = []
+        if self.vocabulary and self.nats > math.log(self.vocabulary):
+            said.append(
+                f"The full cache has {self.nats:.3f} nats a token, more than a guess among all {self.vocabulary:,} tokens: the "
+                "model cannot read these texts, so the ranking says nothing. Take texts like those that it reads and writes."
+            )
         for best in self.best:
             base = next((row for row in self.rows if (row.name, row.budget) == (BASELINE, best.budget)), None)
             if base is None:
@@ -294,7 +304,7 @@ def choose(
     names = list(dict.fromkeys([*given, BASELINE]))
     settings = with_interval_of(names, settings, interval)
     check_names(names, settings)
-    asked = [one if isinstance(one, Problem) else Problem(*one) for one in problems or ()]
+    asked = problems_of(problems or ())
     if texts is None and len(asked) < 2:
         raise InputError("{field} must be two or more, for an interval; got {got}.", field="problems", got=len(asked))
     check_gold([one.answer for one in asked], judge := grader_of(grader))
@@ -303,7 +313,7 @@ def choose(
 
         def step(title: str, run: Callable[..., Any], *about: Any) -> Any:
             bar.set_description(f"choose: {title}")
-            found = run(model, *about, options)
+            found = run(model, *about, options | counts_texts(bar))
             bar.update()
             return found
 
@@ -319,7 +329,8 @@ def choose(
             log_prob = step(name, decode, probes * len(versions), [policy for policy in versions for _ in probes])[0]
             losses = base - np.reshape(log_prob, (len(versions), -1))
             rows += [Row(name, policy, budget_of(policy), loss) for policy, loss in zip(versions, losses, strict=True)]
-        choice = Choice(model.name, slot, lengths, -float(base.mean()), tolerance, ranked(rows), left_out)
+        nats, vocabulary = -float(base.mean()), model.config.vocab_size
+        choice = Choice(model.name, slot, lengths, nats, tolerance, ranked(rows), left_out, vocabulary=vocabulary)
         if before is None:
             return choice
         after = step("answers under the best", answers_of, asked, choice.policy, max_new_tokens)
@@ -407,8 +418,10 @@ def probes_of(tokenizer: Any, texts: str | Sequence[str] | None, count: int, len
     if isinstance(texts, str):
         tokens = tokenizer.encode(texts, add_special_tokens=False)
         if len(tokens) < 2 * length:
-            rule = "{field} must have two passages of {length} tokens; got {got:,} tokens. Give more text, or a smaller length."
-            raise InputError(rule, field="texts", length=length, got=len(tokens))
+            rule = "{field} must have two passages of {length} tokens; got {got:,} tokens. {remedy}"
+            is_file = len(texts) < LONGEST_NAME and os.path.isfile(texts)
+            remedy = f"Read the file: open({texts!r}).read()." if is_file else "Give more text, or a smaller length."
+            raise InputError(rule, field="texts", length=length, got=len(tokens), remedy=remedy)
         parts = passages_of(tokens, min(count, len(tokens) // length), length)
     else:
         check_length("texts", texts, MOST_SAMPLES, "texts")

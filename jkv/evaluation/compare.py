@@ -18,7 +18,7 @@ import numpy as np
 
 from jkv import viz
 from jkv.cache.slot_size import slot_size_of
-from jkv.checks import check_counts, need_tokenizer
+from jkv.checks import check_counts, check_list, need_tokenizer
 from jkv.engine.options import EngineOptions
 from jkv.engine.prompts import encode_prompts
 from jkv.engine.requests import check_sampling
@@ -37,7 +37,7 @@ from jkv.evaluation.generations import (
 )
 from jkv.evaluation.graders import check_gold, grader_of
 from jkv.evaluation.oracles import ORACLE, greedy_texts, oracles_of, settings_of_oracle
-from jkv.evaluation.problems import Problem, tokens_of
+from jkv.evaluation.problems import Problem, problems_of, tokens_of
 from jkv.evaluation.variants import build, by_name, kv_dtype_of, seeds_of, size_in_slots, takes_budget
 from jkv.eviction import Policy
 from jkv.model.params import Model
@@ -121,7 +121,7 @@ class Outcome:
 
 def compare(
     model: Model,
-    problems: Sequence[Problem],
+    problems: Sequence[Problem | tuple[str, str]],
     policies: Sequence[Recipe],
     budgets: Sequence[str | int],
     settings: dict[str, dict[str, Any]] | None = None,
@@ -136,11 +136,12 @@ def compare(
 ) -> list[Outcome]:
     """Every policy at every budget, the full cache first; `options` go to `run`, `settings` to the policies by name.
 
-    Problems, prompts, grader, draws and limits are the same for all; draws have the same noise where the text so far is the
-    same. `report` is called with all outcomes so far after each policy. `known` are those of an interrupted comparison of the
-    same model, problems and options, which need no second run. `generations` is a folder for every sample that was drawn, a
-    file for each policy and budget (`jkv.evaluation.generations`), from which an interrupted comparison resumes. `pass_at` are
-    the k of pass@k; None takes 1 and the number of samples.
+    A problem may also be a pair of texts, its prompt and its answer. Problems, prompts, grader, draws and limits are the same
+    for all; draws have the same noise where the text so far is the same. `report` is called with all outcomes so far
+    after each policy. `known` are those of an interrupted comparison of the same model, problems and options, which
+    need no second run. `generations` is a folder for every sample that was drawn, a file for each policy and budget
+    (`jkv.evaluation.generations`), from which an interrupted comparison resumes. `pass_at` are the k of pass@k; None takes 1
+    and the number of samples.
 
     Policies are names of `jkv.POLICIES`, names of your own (`module:name`, see `jkv.policies.own`), policies, or functions that
     return one. Those that are no names appear under their own, and a policy, which has its budget, runs once.
@@ -157,6 +158,7 @@ def compare(
         the policy has the least budget that it accepts.
     """
     need_tokenizer(model.tokenizer, "Answers are read from text")
+    problems, budgets = problems_of(problems), check_list("budgets", budgets)
     check_gold([problem.answer for problem in problems], grader_of(grader))
     check_counts(seeds=seeds)
     ks, (names, settings) = check_ks(pass_at, samples), by_name(policies, settings)

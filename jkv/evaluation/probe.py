@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from jkv.checks import did_you_mean, need_tokenizer, shown, typed
+from jkv.checks import check_list, did_you_mean, need_tokenizer, shown, typed
 from jkv.engine.options import EngineOptions
 from jkv.engine.results import complete
-from jkv.errors import refused
+from jkv.errors import InputError, refused
 from jkv.evaluation.budgets import parse_mean_budget
 from jkv.evaluation.contrasts import p_cell
 from jkv.evaluation.generations import NEW_FOLDER
@@ -170,6 +170,11 @@ def probe(
     need_tokenizer(model.tokenizer, "Probes are made of text")
     names, settings = by_name(policies, settings)
     known = {one.key: one for one in read_known(path)}
+    for texts in check_list("sets", sets):
+        if not isinstance(texts, TextSet):
+            rule = "{field} must be of jkv.evaluation.probe.text_sets, such as text_sets({{'stream': {example}}}); got {got}."
+            example = "{'budgets': [128], 'count': 4, 'length': 512}"
+            raise InputError(rule, field="sets", code="wrong_type", example=example, got=shown(texts))
     wanted = [(texts, texts.probes(model.tokenizer)) for texts in sets]
     for texts, probes in wanted:
         check_lengths(model, texts.name, probes)

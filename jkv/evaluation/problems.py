@@ -13,8 +13,8 @@ import numpy as np
 
 from jkv.checkpoints.chat_template import ChatText, has_chat_template, render_chats
 from jkv.checkpoints.chat_tokens import encode_chat
-from jkv.checks import check_known
-from jkv.errors import refused
+from jkv.checks import check_known, check_list, shown
+from jkv.errors import InputError, refused
 from jkv.evaluation.datasets import Row, check_fields, read_rows
 from jkv.evaluation.graders import read_box
 from jkv.model.params import Model
@@ -38,6 +38,23 @@ class Problem:
     prompt: str
     answer: str
     is_chat: bool = False
+
+
+def problems_of(given: Any) -> list[Problem]:
+    """Problems, of which each may also be a pair of texts, its prompt and its answer.
+
+    Raises:
+      InputError: anything else.
+    """
+    problems = []
+    for one in check_list("problems", given):
+        if isinstance(one, tuple | list) and len(one) == 2 and all(isinstance(part, str) for part in one):
+            one = Problem(*one)
+        if not isinstance(one, Problem):
+            rule = "{field} must be pairs of texts, (prompt, answer), or Problems; got {got} among them."
+            raise InputError(rule, field="problems", code="wrong_type", got=shown(one))
+        problems.append(one)
+    return problems
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jkv.cache.slot_size import SlotSize
-from jkv.checks import shown
+from jkv.checks import check_list, shown
 from jkv.errors import refused
 from jkv.evaluation.budgets import Budget
 from jkv.evaluation.oracles import ORACLE
@@ -22,7 +22,7 @@ def by_name(
     Raises:
       ValueError: something else, or two policies of one name.
     """
-    names, known = [], dict(settings or {})
+    names, known, policies = [], dict(settings or {}), check_list("policies", policies)
     for recipe in policies:
         name = name_of(recipe)
         if not isinstance(recipe, str):

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from jkv import notebook
 from jkv.cache.moved_sinks import MOST_SINKS
 from jkv.cache.pool import num_pages_of
-from jkv.checks import out_of_range, shown
+from jkv.checks import did_you_mean, out_of_range, shown
 from jkv.errors import InputError, refused
 from jkv.eviction.calibration import Calibration
 from jkv.eviction.evict import Cutoff, Evict, least_slots
@@ -413,6 +413,15 @@ def evict_by(
     >>> evict_by(lambda view: -view.position.astype("float32"), budget=64, name="oldest").budget
     64
     """
+    if not isinstance(needs, Needs | None):
+        rule = f"needs must be a jkv.Needs, such as jkv.Needs(window=8) for the last 8 queries; got {shown(needs)}."
+        raise refused(rule, needs="wrong_type")
+    known = [field.name for field in dataclasses.fields(Evict) if field.name != "score"]
+    for setting in settings:
+        if setting not in known:
+            hint = " A score that reads queries says so in needs=jkv.Needs(window=8)." if setting == "window" else ""
+            hint = hint or did_you_mean(setting, [*known, "interval", "budget", "needs"])
+            raise TypeError(f"{setting!r} is no setting of evict_by.{hint} The settings are: {', '.join(known)}.")
     call = {"budget": budget, "interval": interval} | ({"name": name} if name else {}) | ({"needs": needs} if needs else {})
     author, name = score, name or getattr(score, "__name__", type(score).__name__)
     if dataclasses.is_dataclass(score):

@@ -137,14 +137,20 @@ class FunctionScore:
         try:
             return self.function(view)
         except (AttributeError, TypeError, ValueError) as error:
-            absent = [field for field in OPTIONAL if getattr(view, field) is None]
-            if not absent or isinstance(error, jax.errors.JAXTypeError):  # the latter: it was traced
+            hint = undeclared(view)
+            if not hint or isinstance(error, jax.errors.JAXTypeError):  # the latter: it was traced
                 raise
-            raise refused(
-                f"{name_of(self)} failed: {error}. A score is given what it declares; this view has no {', no '.join(absent)}. "
-                "If it reads one of them, pass evict_by(..., needs=): jkv.Needs(window=8) for the last 8 queries.",
-                view="missing",
-            ) from error
+            raise refused(f"{name_of(self)} failed: {error}.{hint}", view="missing") from error
+
+
+def undeclared(view: CacheView) -> str:
+    """Which optional fields a view lacks, and how a score asks for them, with a space before it; empty if it has them all."""
+    if not (absent := [field for field in OPTIONAL if getattr(view, field) is None]):
+        return ""
+    return (
+        f" A score is given what it declares; this view has no {', no '.join(absent)}. If it reads one of them, pass "
+        "evict_by(..., needs=): jkv.Needs(window=8) for the last 8 queries, jkv.Needs(mass=True) for the attention so far."
+    )
 
 
 class ScoreError(ValueError):
@@ -197,7 +203,8 @@ def check_numbers_of_slots(rule: str, numbers: Any, view: CacheView) -> None:
     expected, shape, dtype = view.position.shape, getattr(numbers, "shape", None), getattr(numbers, "dtype", None)
     rule = f"{rule}, here {expected}"
     if shape is None or dtype is None:
-        raise ScoreError(f"{rule}; got {type(numbers).__name__}. Return an array of JAX.")
+        hint = undeclared(view) if numbers is None else ""
+        raise ScoreError(f"{rule}; got {type(numbers).__name__}. Return an array of JAX.{hint}")
     if shape != expected:
         raise ScoreError(f"{rule}; got the shape {shape}. Give each slot one number.")
     if dtype == jnp.bool_:

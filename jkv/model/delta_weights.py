@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Annotated, Any
 
-import flax.struct
+from jkv.pytrees import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class DeltaNet:
         return keys, keys, self.num_value_heads * self.value_size
 
 
-class DeltaParams(flax.struct.PyTreeNode):
+class DeltaParams(PyTree):
     """The weights of a layer's Gated DeltaNet, where K are its key heads and N its value heads."""
 
     query: Annotated[Any, "D K*H"]

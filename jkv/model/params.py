@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +24,7 @@ from jkv.model.sampling import Sampling
 from jkv.model.weight_records import Codes as Codes
 from jkv.model.weight_records import Experts as Experts
 from jkv.model.weight_records import LowRank as LowRank
+from jkv.pytrees import PyTree, static
 from jkv.resuming import digest_of
 
 
@@ -225,7 +225,7 @@ class ModelConfig:
 
 # The axes of the fields are not checked as types, because JAX also builds these pytrees with leaves that are not arrays. A mesh
 # splits the weights by these axes (`jkv.model.sharding`).
-class LayerParams(flax.struct.PyTreeNode):
+class LayerParams(PyTree):
     """The weights of one decoder layer; absent parts are None.
 
     Every token goes through `gate`, `up` and `down`, unless the layer has nothing but `experts`; it may have both. A layer
@@ -270,7 +270,7 @@ class LayerParams(flax.struct.PyTreeNode):
     gate_up: Annotated[Any, "D joined"] = None
 
 
-class LayerInputs(flax.struct.PyTreeNode):
+class LayerInputs(PyTree):
     """What gives each layer an input of its own (per-layer embeddings of Gemma 4): `decoder.inputs_of_layers`."""
 
     embedding: Annotated[Any, "V L*E"]
@@ -278,15 +278,15 @@ class LayerInputs(flax.struct.PyTreeNode):
     norm: Annotated[Any, "E"]
 
 
-class Params(flax.struct.PyTreeNode):
+class Params(PyTree):
     """All weights of a decoder. Layers are not stacked, because a scan over stacked weights copies them on CPU and GPU."""
 
     embedding: Annotated[Any, "V D"]
     layers: tuple[LayerParams, ...]
     final_norm: Annotated[Any, "D"]
     unembedding: Annotated[Any, "D V"]  # None if tied to the embedding
-    config: ModelConfig = flax.struct.field(pytree_node=False)
-    axis: MeshAxis = flax.struct.field(pytree_node=False, default=None)  # of a mesh that splits the weights
+    config: ModelConfig = static()
+    axis: MeshAxis = static(default=None)  # of a mesh that splits the weights
     layer_inputs: LayerInputs | None = None
 
     def __repr__(self) -> str:

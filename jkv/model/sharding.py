@@ -17,7 +17,6 @@ import typing
 from collections.abc import Sequence
 from typing import Any
 
-import flax.struct
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -26,6 +25,7 @@ from jaxtyping import AbstractArray, Array, Shaped
 from jkv.errors import refused
 from jkv.model.joined import is_joined, separate_weights
 from jkv.model.params import Codes, LowRank, Model, ModelConfig, Params
+from jkv.pytrees import PyTree
 
 HEADS = "tensor"  # the mesh axis that splits KV heads
 COPIES = "copies"  # the one along which devices hold copies of them
@@ -156,7 +156,7 @@ def specs_of(hint: Any, value: Any = ANY, name: str = "value", split: frozenset[
         hints = typing.get_type_hints(hint, include_extras=True)
         fields = zip(hint._fields, parts(value, hint._fields), strict=True)
         return hint(*(specs_of(hints[field], part, f"{name}.{field}", split) for field, part in fields))
-    if isinstance(hint, type) and issubclass(hint, flax.struct.PyTreeNode):
+    if isinstance(hint, type) and issubclass(hint, PyTree):
         if hint is Params:
             if value is not ANY and is_joined(value):
                 raise refused(
@@ -185,10 +185,10 @@ def letters_of(hint: Any) -> str | None:
 
 
 def leaf_hints(record: type) -> dict[str, Any]:
-    """The annotations of a `flax.struct` record's fields, without the static ones and what its class says."""
+    """The annotations of a `PyTree` record's fields, without the static ones and what its class says."""
     hints = typing.get_type_hints(record, include_extras=True)
     fields: Any = record.__dataclass_fields__  # type: ignore[attr-defined]
-    leaves = [name for name, field in fields.items() if field.metadata.get("pytree_node", True)]
+    leaves = [name for name, field in fields.items() if not field.metadata.get("static")]
     return {name: hints[name] for name in leaves if typing.get_origin(hints[name]) is not typing.ClassVar}
 
 

@@ -2,11 +2,12 @@
 
 from typing import Annotated, Any
 
-import flax.struct
 import jax.numpy as jnp
 
+from jkv.pytrees import PyTree, static
 
-class Codes(flax.struct.PyTreeNode):
+
+class Codes(PyTree):
     """A matrix in 8 bits, `code * scale`: see `jkv.model.eight_bits`.
 
     It may replace any matrix that `LowRank` may, with a scale for each output, and those of `Experts`, [X, F, D], with a scale
@@ -32,7 +33,7 @@ class Codes(flax.struct.PyTreeNode):
         return self.code.astype(jnp.float32) * (self.scale if self.code.ndim == 2 else self.scale[..., None])
 
 
-class LowRank(flax.struct.PyTreeNode):
+class LowRank(PyTree):
     """A matrix and its low-rank adapter (LoRA, arXiv 2106.09685). The sum `base + down @ up * scale` is never materialised.
 
     It may replace any matrix of `LayerParams` but those of `Experts`, and `Params.unembedding`. Base and adapter are separate
@@ -42,10 +43,10 @@ class LowRank(flax.struct.PyTreeNode):
     base: Any  # [in, out]
     down: Any  # [in, rank]
     up: Any  # [rank, out]
-    scale: float = flax.struct.field(pytree_node=False, default=1.0)
+    scale: float = static(default=1.0)
 
 
-class Experts(flax.struct.PyTreeNode):
+class Experts(PyTree):
     """The feed-forward blocks of a layer among which a router chooses some for each token (a mixture of experts)."""
 
     router: Annotated[Any, "D choices"]

@@ -40,6 +40,10 @@ def recipe_of(recipe: Recipe) -> Callable[..., Policy]:
         return recipe if "entry" in vars(recipe) else recipe_from(recipe, name_of(recipe), name_of(recipe))
     if is_own(recipe):
         return own_recipe(recipe)
+    if recipe not in POLICIES and "." in recipe:
+        rule = "{field} must be a name of `jkv policies`, or module:name of your own; got {got}. Write {own}."
+        own = ":".join(recipe.rsplit(".", 1))
+        raise InputError(rule, field="policy", code="unknown_name", got=shown(recipe), own=own)
     check_known(POLICIES, policy=recipe)
     return POLICIES[recipe]
 
@@ -97,6 +101,8 @@ def make(recipe: Recipe, settings: Mapping[str, Any]) -> Policy:
             raise InputError(rule, field=field, code="unknown_name", **about)
         if field not in fields:
             rule, near = "{name} has these settings: {known}; got {got}.{near}", did_you_mean(field, fields)
+            if list(fields) == ["view"]:
+                near = " It is a score: name a function of budget= that returns jkv.evict_by(score, budget)."
             raise InputError(rule, field=field, code="unknown_name", got=shown(field), near=near, **about)
     for field, parameter in fields.items():
         if parameter.default is parameter.empty and field not in settings:

@@ -127,11 +127,10 @@ def module_of(name: str, place: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{place}.".startswith(f"{error.name}."):  # one that the module itself imports
             raise broken(name, place, error) from error
-        raise refused(
-            f"policy={shown(name)} names the module {place!r}, which is not on Python's path. Run from its folder, "
-            f"install it, or name the file: path/to/{place.rpartition('.')[2]}.py:{name.rpartition(':')[2]}.",
-            policy="not_found",
-        ) from None
+        file = f"path/to/{place.rpartition('.')[2]}.py:{name.rpartition(':')[2]}"
+        remedy = "Separate names by commas." if " " in place else f"Run from its folder, install it, or name the file: {file}."
+        rule = f"policy={shown(name)} names the module {place!r}, which is not on Python's path. {remedy}"
+        raise refused(rule, policy="not_found") from None
     except (Exception, SystemExit) as error:
         raise broken(name, place, error) from error
 

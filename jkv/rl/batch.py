@@ -2,17 +2,17 @@
 
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jkv.checks import check_known, counted
+from jkv.checks import check_known, counted, shown
 from jkv.engine.results import FAILED, Result, reason_of
 from jkv.errors import refused
 from jkv.model.params import Model, Params
 from jkv.model.sampling import SamplingRows, rows_of
+from jkv.pytrees import PyTree, static
 from jkv.replay.columns import Columns, dense_columns, fit_tokens, trace_columns
 from jkv.replay.on_mesh import AnyMesh, mesh_of
 from jkv.replay.score import TokenScores, Trace, join, token_scores
@@ -22,7 +22,7 @@ from jkv.rl.ratios import check_pair
 ON_FAILED = ("refuse", "mask", "train")
 
 
-class Batch(flax.struct.PyTreeNode):
+class Batch(PyTree):
     """Sequences, prompt and completion in one row, right-padded; everything `[N, T]` belongs to the token at its place.
 
     A pytree of arrays: `jax.tree.map(lambda x: x[:8], batch)` is a smaller batch, unless it is packed: then each microbatch is
@@ -38,7 +38,7 @@ class Batch(flax.struct.PyTreeNode):
     start: Any = None  # [N] int32: where completions begin
     experts: Any = None  # [N, T, L, A]: those that tokens went through; None leaves the choice to the router
     packing: Packing | None = None  # in which the forward pass computes the sequences; None computes the rows as they are
-    is_mixed: bool = flax.struct.field(pytree_node=False, default=False)  # whether several weights may have drawn a row
+    is_mixed: bool = static(default=False)  # whether several weights may have drawn a row
 
     @property
     def is_replayed(self) -> bool:
@@ -92,6 +92,9 @@ def make_batch(
         that several weights drew, what cannot be packed, shapes that do not belong together, or what is no log-probability or
         advantage.
     """
+    if not isinstance(out, Result):
+        rule = f"make_batch takes rollouts first, then their advantages; got {shown(out)} as rollouts. Pass what they returned."
+        raise refused(rule, out="wrong_type")
     if mixed and not replay:
         rule = "mixed=True is of a replay; a dense batch takes completions of several weights as they are. Leave it out."
         raise refused(rule, mixed="conflict")

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +10,7 @@ import numpy as np
 from jkv.errors import refused
 from jkv.model.params import ModelConfig
 from jkv.model.sampling import Sampling, rows_of
+from jkv.pytrees import PyTree, static
 from jkv.replay.columns import Columns, trace_columns
 from jkv.replay.packing import first_places, offsets_of, packed_trace, place_sequences
 from jkv.replay.score import round_up
@@ -18,15 +18,15 @@ from jkv.replay.trace import Trace
 from pallas_kernels.sealed import SealedFormat
 
 
-class Packing(flax.struct.PyTreeNode):
+class Packing(PyTree):
     """How the N sequences of a batch lie in B packed rows of P tokens."""
 
     token: Any  # [B, P] int32
     columns: Columns  # of the packed rows; those of full caches are alike in all layers and heads, which have length 1
     settings: Any  # `jkv.model.sampling.SamplingRows`, each [B]
     place: Any  # [N, T] int32: where each token of a sequence lies, counted through all packed rows
-    is_replayed: bool = flax.struct.field(pytree_node=False)  # whether the columns are a compressed cache's
-    num_sequences: int = flax.struct.field(pytree_node=False)  # N, of the whole batch
+    is_replayed: bool = static()  # whether the columns are a compressed cache's
+    num_sequences: int = static()  # N, of the whole batch
 
 
 def pack_batch(

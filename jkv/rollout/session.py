@@ -14,6 +14,7 @@ import numpy as np
 from jkv.checks import check_counts, typed
 from jkv.engine.backend import Backend
 from jkv.engine.interrupts import deferred_interrupts
+from jkv.engine.options import PLACES
 from jkv.engine.outputs import Event
 from jkv.engine.prompts import encode_prompts
 from jkv.engine.requests import Request, RequestOptions, make_requests
@@ -396,10 +397,10 @@ class Session:
 def check_names(options: Any) -> None:
     """Refuses options that are no `SampleOptions`."""
     if unknown := sorted(set(options) - set(SampleOptions.__annotations__)):
-        raise TypeError(
-            f"Options of samples are {', '.join(SampleOptions.__annotations__)}; got {', '.join(unknown)}. Settings of the "
-            "engine, the policy and prompt_piece are given to jkv.Rollout."
-        )
+        place = "Settings of the engine, the policy and prompt_piece are given to jkv.Rollout."
+        place = next((PLACES[name].strip() for name in unknown if name in PLACES), place)
+        known = ", ".join(SampleOptions.__annotations__)
+        raise TypeError(f"Options of samples are {known}; got {', '.join(unknown)}. {place}")
 
 
 def pad_warning(pad_id: int) -> str:

@@ -39,7 +39,14 @@ class Kept:
         return f"Kept tokens, a page of {len(self.html):,} characters: .save('kept.html') writes it for a browser"
 
     def save(self, path: str | Path) -> None:
-        """Writes the page, for a browser to open."""
+        """Writes the page, for a browser to open.
+
+        Raises:
+          ValueError: the name ends as another kind of file's, such as a picture's.
+        """
+        if Path(path).suffix not in ("", ".html", ".htm"):
+            rule = f"The page must be written to an HTML file; got {path}. Write {Path(path).with_suffix('.html')}."
+            raise refused(rule, path="unsupported")
         Path(path).write_text(self.html, encoding="utf-8")
 
     def _repr_html_(self) -> str:

@@ -16,7 +16,7 @@ import pytest
 import jkv
 from jkv import cli
 from jkv.checkpoints import loading as checkpoint
-from jkv.cli.generate import show_text
+from jkv.cli.generate import show_text, shown_text
 from jkv.cli.inputs import expand_flags, read_prompts
 
 ROOT = Path(__file__).parents[2]
@@ -305,6 +305,22 @@ def test_verbose_says_where_and_with_what_it_runs(capsys, caplog):
     ):
         assert words in told
     logging.getLogger("jkv").setLevel(logging.NOTSET)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_says_why_there_is_no_text_yet(capsys, monkeypatch, is_terminal):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    with shown_text() as show:
+        assert capsys.readouterr().err.endswith("compiles its programs ...") == is_terminal
+        show(jkv.Event(0, 0, [1], [0.0], "b=", ""))
+        show(jkv.Event(0, 0, [2], [0.0], "3", "length"))
+    assert capsys.readouterr() == ("b=3\n", "\r\x1b[K" * is_terminal)  # the line is gone, once
+    with pytest.raises(ValueError, match="refused"), shown_text():
+        raise ValueError("refused")
+    assert capsys.readouterr().err.endswith("\r\x1b[K") == is_terminal
+    with shown_text(streams=False) as show:
+        assert show is None
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("command", ["eval", "recall", "probe"])

@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 RANKS = [  # from the ground up: a module may import those of lower ranks, and its own package
     {"pallas_kernels"},
-    {"jkv.errors"},
+    {"jkv.errors", "jkv.pytrees"},
     {"jkv.checks", "jkv.notebook", "jkv.program_cache", "jkv.text_files"},
     {"jkv.limits", "jkv.statistics", "jkv.reports", "jkv.resuming", "jkv.tidy"},
     {"jkv.model"},
@@ -81,19 +81,24 @@ def test_no_modules_import_each_other_in_a_circle():
     assert not graph, {name: sorted(others & graph.keys()) for name, others in graph.items()}
 
 
-def test_importing_the_package_pulls_in_no_heavy_optional_library():
-    heavy = [
-        "ray",
-        "starlette",
-        "uvicorn",
-        "prometheus_client",
-        "transformers",
-        "orbax",
-        "torch",
-        "optax",
-        "tqdm",
-        "matplotlib",
-    ]
-    code = f"import jkv, sys; print([m for m in {heavy} if m in sys.modules])"
+LINES = [[], ["--help"], ["policies"], ["models"], ["plan", "tiny-reasoner", "--device", "t4"]]  # as light as the package
+
+
+def test_the_package_and_light_commands_import_nothing_that_jax_does_not():
+    code = f"""
+import contextlib, io, sys
+import jax, jax.numpy
+before = set(sys.modules)
+import jkv
+from jkv.cli import main
+for line in {LINES}:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        main(line)
+print(*set(sys.modules) - before)
+"""
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert out.stdout.strip() == "[]"
+    imported = set(out.stdout.split())
+    packages = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names
+    assert packages <= {"jkv", "pallas_kernels", "jax", "jaxtyping", "numpy", "wadler_lindig"}
+    of_one_platform = ("jax.experimental.pallas.", "jax._src.pallas.triton", "jax._src.pallas.mosaic.core")
+    assert not [name for name in imported if name.startswith(of_one_platform)]

@@ -16,7 +16,6 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-import flax.struct
 from jaxtyping import Array, Bool, Float, Int
 
 from jkv.cache.attention import Cache
@@ -27,6 +26,7 @@ from jkv.eviction import Needs
 from jkv.model.experts import Choose
 from jkv.model.params import Model, Params
 from jkv.model.sampling import TokenCounts
+from jkv.pytrees import PyTree
 
 Observe = Callable[[int, Array, Any], Any]  # see `jkv.model.decoder.forward`
 Enter = Callable[[int, Array], Array]
@@ -97,7 +97,7 @@ class Step(NamedTuple):
     choose: Choose | None = None
 
 
-class StepPart(flax.struct.PyTreeNode):
+class StepPart(PyTree):
     """A part of a decode step; a moment that a part leaves out does nothing, but `is_on` and `of` must be written.
 
     Attributes:
