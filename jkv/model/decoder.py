@@ -259,8 +259,8 @@ def products_of_heads(
     whole = joined_of(weights, "query_key_value")
     if whole is None:
         own = [one for one in (weights.query, weights.key, weights.value) if one is not None]
-        query, *rest = products(normed, *own)
-        return query, *rest, *[None] * (3 - len(own))  # a layer may have no value, or neither
+        query, key, value, *_ = *products(normed, *own), None, None  # a layer may have no value, or neither
+        return query, key, value
     query, key, *values = split(times(normed, whole), config.head_widths)
     return query, key, values[0] if values else None
 

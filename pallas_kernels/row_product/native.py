@@ -49,7 +49,7 @@ def products(by_output: bool, x: Float[Array, "R D"], *matrices: Any) -> list[Fl
     """The products in float32. Their derivatives are those of XLA's products."""
     results = [jax.ShapeDtypeStruct((x.shape[0], one.shape[0 if by_output else 1]), jnp.float32) for one in matrices]
     call = jax.ffi.ffi_call(TARGET, results, vmap_method="sequential")
-    return call(x.astype(jnp.float32), *matrices, is_by_output=by_output)
+    return list(call(x.astype(jnp.float32), *matrices, is_by_output=by_output))
 
 
 @products.defjvp
