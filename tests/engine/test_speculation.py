@@ -297,7 +297,7 @@ def test_other_prompts_lengths_and_guesses_compile_nothing():
         assert program.num_compiled() == before
 
 
-@pytest.mark.parametrize("name", ["windows", "states"])
+@pytest.mark.parametrize("name", ["windows", pytest.param("states", marks=pytest.mark.slow)])
 def test_no_step_copies_the_pool(name):
     engine = jkv.Engine(MODELS[name], speculate=jkv.ngram(history=64), policies=[POLICIES["r_kv"]], **SIZES)
     engine.submit(PROMPTS[0], POLICIES["r_kv"], jkv.Sampling(seed=1), 20, stop_ids=())
