@@ -267,10 +267,10 @@ def test_penalties_and_forced_tokens_are_as_in_plain_decoding():
 def test_samples_turns_and_preempted_rows_go_on_as_in_plain_decoding(name):
     """Forks of a prompt, a next turn of a kept row, and rows that are swapped out, in a pool that is too small for all."""
     results, model = [], MODELS.get(name, tiny_model())
-    for drafter in (None, jkv.siblings(history=96)):
+    for drafter in (None, jkv.siblings(least=1, history=96)):
         settings = SIZES | {"num_pages": 92, "ahead": name != "full layers"}  # rows that have ended stay as they are
         engine = jkv.Engine(model, speculate=drafter, return_trace=True, **settings)
-        sampling = jkv.Sampling(seed=3)
+        sampling = jkv.Sampling(seed=3, top_k=3)  # texts that can be guessed
         many = engine.submit(PROMPTS[0], sampling=sampling, max_new_tokens=36, n=4, stop_ids=())
         turn = engine.submit(PROMPTS[1], sampling=sampling, max_new_tokens=13, stop_ids=(), keep=True)
         engine.run()
@@ -297,7 +297,7 @@ def test_other_prompts_lengths_and_guesses_compile_nothing():
         assert program.num_compiled() == before
 
 
-@pytest.mark.parametrize("name", ["windows", "states"])
+@pytest.mark.parametrize("name", ["windows", pytest.param("states", marks=pytest.mark.slow)])
 def test_no_step_copies_the_pool(name):
     engine = jkv.Engine(MODELS[name], speculate=jkv.ngram(history=64), policies=[POLICIES["r_kv"]], **SIZES)
     engine.submit(PROMPTS[0], POLICIES["r_kv"], jkv.Sampling(seed=1), 20, stop_ids=())

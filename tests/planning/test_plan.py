@@ -120,7 +120,7 @@ def test_the_counts_of_penalties_are_those_of_the_engine():
     assert own.own.scratch.decode > plain.own.scratch.decode
 
 
-@pytest.mark.parametrize("name", ["windows", "states"])
+@pytest.mark.parametrize("name", ["states", pytest.param("windows", marks=pytest.mark.slow)])
 def test_what_speculation_holds_is_that_of_the_engine(name):
     """More slots of rings, more of the last queries, and the tokens that a drafter sees."""
     windows = tiny_model(config=dataclasses.replace(TINY, num_layers=4, window=6, window_layers=(0, 2)))
