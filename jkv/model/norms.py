@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 import pallas_kernels as kernels
 from jkv.model.params import MeshAxis, ModelConfig
-from pallas_kernels.add_norm.reference import rms_norm
+from pallas_kernels.dispatch import possible_platforms
 
 
 def norm(config: ModelConfig, x: Float[Array, "*B H"], weight: Float[Array, " H"] | None) -> Float[Array, "*B H"]:
@@ -23,11 +23,18 @@ def norm(config: ModelConfig, x: Float[Array, "*B H"], weight: Float[Array, " H"
     return (unit * factor).astype(x.dtype)
 
 
+def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], epsilon: float) -> Float[Array, "*B D"]:
+    """Llama's norm, in float32; the sum of a row has the same bits in any batch where the kernel's has."""
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(kernels.row_sum(wide, of_squares=True) / x.shape[-1] + epsilon)
+    return weight * (wide * scale).astype(x.dtype)
+
+
 def add_norm(
     config: ModelConfig, hidden: Float[Array, "*B D"], added: Float[Array, "*B D"], weight: Float[Array, " D"]
 ) -> tuple[Float[Array, "*B D"], Float[Array, "*B D"]]:
-    """A residual and its norm. The kernel has the norm of Llama; XLA fuses the other one."""
-    if config.norm_offset is None:
+    """A residual and its norm. The kernel has the norm of Llama; XLA fuses the other one, and on a CPU both."""
+    if config.norm_offset is None and possible_platforms() != ("cpu",):
         return kernels.add_norm(hidden, added, weight, epsilon=config.norm_epsilon)
     return hidden + added, norm(config, hidden + added, weight)
 

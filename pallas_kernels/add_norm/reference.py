@@ -4,8 +4,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.row_sum import row_sum
-
 
 def add_norm(
     hidden: Float[Array, "*B D"], added: Float[Array, "*B D"], weight: Float[Array, " D"], epsilon: float
@@ -18,5 +16,5 @@ def add_norm(
 def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], epsilon: float) -> Float[Array, "*B D"]:
     """Root-mean-square normalisation, in float32."""
     wide = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(row_sum(wide, of_squares=True) / x.shape[-1] + epsilon)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
     return weight * (wide * scale).astype(x.dtype)

@@ -122,7 +122,8 @@ inline void AddToOutputs(const float* x, int64_t size, const typename Form::Numb
   int64_t f = 0;
   for (; f + Columns * kWide <= count; f += Columns * kWide)
     AddInputs<Form, Rows, Columns, Inputs>(x, size, matrix + f, outputs, sum + f, stride);
-  for (; f + kWide <= count; f += kWide) AddInputs<Form, Rows, 1, Inputs>(x, size, matrix + f, outputs, sum + f, stride);
+  for (; f + kWide <= count; f += kWide)
+    for (int r = 0; r < Rows; ++r) AddInputs<Form, 1, 1, Inputs>(x + r * size, size, matrix + f, outputs, sum + r * stride + f, stride);
   for (; f < count; ++f)
     for (int i = 0; i < Inputs; ++i) {
       const float of_input = First<Form>(matrix + i * outputs + f);
@@ -130,17 +131,21 @@ inline void AddToOutputs(const float* x, int64_t size, const typename Form::Numb
     }
 }
 
-template <typename Form, int Inputs>
+template <typename Form>
 inline void AddToRows(const Arguments& a, const Matrix& m, int64_t first_input, int64_t begin, int64_t count, float* sums, int64_t stride) {
   const auto* matrix = (const typename Form::Number*)m.numbers + first_input * m.outputs + begin;
   const float* x = a.x + first_input;
   int64_t r = 0;
   const auto at = [&](auto add) { add(x + r * a.inputs, a.inputs, matrix, m.outputs, count, sums + r * stride, stride); };
+  if (first_input + kInputs > a.inputs) {  // the rest
+    for (; r < a.num_x; ++r) at(AddToOutputs<Form, 1, 1, 1>);
+    return;
+  }
   if (kMostRows == 8)
-    for (; r + 8 <= a.num_x; r += 8) at(AddToOutputs<Form, 8, 2, Inputs>);
-  for (; r + 4 <= a.num_x; r += 4) at(AddToOutputs<Form, 4, 2, Inputs>);
-  for (; r + 2 <= a.num_x; r += 2) at(AddToOutputs<Form, 2, 4, Inputs>);
-  for (; r < a.num_x; ++r) at(AddToOutputs<Form, 1, 4, Inputs>);
+    for (; r + 8 <= a.num_x; r += 8) at(AddToOutputs<Form, 8, 2, kInputs>);
+  for (; r + 4 <= a.num_x; r += 4) at(AddToOutputs<Form, 4, 2, kInputs>);
+  for (; r + 2 <= a.num_x; r += 2) at(AddToOutputs<Form, 2, 4, kInputs>);
+  for (; r < a.num_x; ++r) at(AddToOutputs<Form, 1, 4, kInputs>);
 }
 
 // The outputs of a matrix [D, F] from `begin` to `end`. Sums lie beside each other until the end: rows of a result are often a
@@ -150,8 +155,8 @@ void ByInput(const Arguments& a, const Matrix& m, int64_t begin, int64_t end, st
   const int64_t count = end - begin, stride = (count / kWide + 1) * kWide;
   sums.assign(a.num_x * stride, 0.0f);
   int64_t d = 0;
-  for (; d + kInputs <= a.inputs; d += kInputs) AddToRows<Form, kInputs>(a, m, d, begin, count, sums.data(), stride);
-  for (; d < a.inputs; ++d) AddToRows<Form, 1>(a, m, d, begin, count, sums.data(), stride);
+  for (; d + kInputs <= a.inputs; d += kInputs) AddToRows<Form>(a, m, d, begin, count, sums.data(), stride);
+  for (; d < a.inputs; ++d) AddToRows<Form>(a, m, d, begin, count, sums.data(), stride);
   for (int64_t r = 0; r < a.num_x; ++r) std::copy_n(sums.data() + r * stride, count, m.out + r * m.outputs + begin);
 }
 
@@ -240,10 +245,12 @@ ffi::Error Multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Remainin
   switch (dtype) {
     case ffi::DataType::F32: piece = PieceOf<Floats>(is_by_output); break;
     case ffi::DataType::BF16: piece = PieceOf<BFloats>(is_by_output); break;
-    case ffi::DataType::S8: piece = PieceOf<Whole8>(is_by_output); break;
-    case ffi::DataType::F8E4M3FN: piece = PieceOf<Float8>(is_by_output); break;
-    default: return ffi::Error::InvalidArgument("row_product: matrices must hold float32, bfloat16, int8 or float8_e4m3fn");
+    case ffi::DataType::S8: piece = Piece<Whole8, false>; break;
+    case ffi::DataType::F8E4M3FN: piece = Piece<Float8, false>; break;
+    default: piece = nullptr;
   }
+  if (!piece || (is_by_output && dtype != ffi::DataType::F32 && dtype != ffi::DataType::BF16))
+    return ffi::Error::InvalidArgument("row_product: matrices must hold float32 or bfloat16, or [D, F] int8 or float8_e4m3fn");
   if (threads == 1) {
     Scratch scratch;
     for (int64_t i = 0; i < a.rows; ++i) piece(a, i, scratch);

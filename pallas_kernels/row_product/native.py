@@ -30,6 +30,8 @@ def why_not(x: Any, *matrices: Any, by_output: bool = False, dtype: Any = None) 
     dtypes = {jnp.dtype(one.dtype).name for one in matrices}
     if len(dtypes) != 1 or not dtypes <= set(MOST_ROWS):
         return f"matrices must have one dtype of {', '.join(MOST_ROWS)}; got {', '.join(sorted(dtypes))}"
+    if by_output and any(map(reference.is_code, matrices)):
+        return "matrices [F, D] must hold floats"
     if (rows := x.size // x.shape[-1]) > (most := MOST_ROWS[dtypes.pop()]):
         return f"x must have at most {most} rows of such matrices; got {rows}"
     return why_no_library()
@@ -40,8 +42,9 @@ def row_product(
 ) -> tuple[Float[Array, "*B _F"], ...]:
     """See `pallas_kernels.row_product`."""
     sums = products(by_output, x.reshape(-1, x.shape[-1]), *matrices)
-    own = x.dtype if reference.is_code(matrices[0]) else jnp.result_type(x, matrices[0])
-    return tuple(one.reshape(*x.shape[:-1], -1).astype(dtype or own) for one in sums)
+    if dtype is None:
+        dtype = x.dtype if reference.is_code(matrices[0]) else jnp.result_type(x, matrices[0])
+    return tuple(one.reshape(*x.shape[:-1], -1).astype(dtype) for one in sums)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

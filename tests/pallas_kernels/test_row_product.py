@@ -31,14 +31,16 @@ def rows_of(count: int, inputs: int) -> jax.Array:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products_are_those_of_the_numbers_and_a_row_has_the_same_bits_among_any_others(dtype: str) -> None:
-    for by_output, (inputs, outputs) in [(by, size) for by in (False, True) for size in SIZES]:
+    orders = (False, True) if dtype in ("float32", "bfloat16") else (False,)
+    for by_output, (inputs, outputs) in [(by, size) for by in orders for size in SIZES]:
         matrix = matrix_of(inputs, outputs, dtype)
         exact = np.asarray(matrix.astype(jnp.float32), np.float64)
         stored = matrix.T if by_output else matrix
-        alone = [native.row_product(row[None], stored, by_output=by_output)[0][0] for row in rows_of(13, inputs)]
+        run = functools.partial(native.row_product, by_output=by_output, dtype=jnp.float32)
+        alone = [run(row[None], stored)[0][0] for row in rows_of(13, inputs)]
         for count in (1, 2, 3, 7, 8, 13):
             x = rows_of(count, inputs)
-            (found,) = native.row_product(x, stored, by_output=by_output)
+            (found,) = run(x, stored)
             wide = np.asarray(x, np.float64)
             np.testing.assert_array_less(np.abs(found - wide @ exact), 1e-6 * (np.abs(wide) @ np.abs(exact)))
             np.testing.assert_array_equal(found, np.stack(alone[:count]))

@@ -59,7 +59,8 @@ class Drafting(StepPart):
         return {"history": history, "credit": np.full(rows.num_rows, CREDIT, np.float32)}
 
     def begin(self, carried: Carried) -> Any:
-        assert carried.history is not None and carried.credit is not None
+        assert carried.history is not None
+        assert carried.credit is not None
         return Drafts(carried.history, carried.credit)
 
     def end(self, carry: Any) -> dict[str, Any]:
