@@ -103,7 +103,7 @@ inline void AddInputs(const float* x, int64_t size, const typename Form::Number*
   Wide sums[Rows][Columns];
   for (int r = 0; r < Rows; ++r)
     for (int c = 0; c < Columns; ++c) sums[r][c] = *(Wide*)(sum + r * stride + c * kWide);
-#pragma GCC unroll 8
+#pragma GCC unroll 4
   for (int i = 0; i < Inputs; ++i) {
     Prefetch(matrix + (i + Inputs) * outputs, Columns * kWide * sizeof(*matrix));
     Wide of_input[Columns];
@@ -117,7 +117,7 @@ inline void AddInputs(const float* x, int64_t size, const typename Form::Number*
 
 // The same for `count` outputs.
 template <typename Form, int Rows, int Columns, int Inputs>
-inline void AddToOutputs(const float* x, int64_t size, const typename Form::Number* matrix, int64_t outputs, int64_t count, float* sum,
+__attribute__((noinline)) void AddToOutputs(const float* x, int64_t size, const typename Form::Number* matrix, int64_t outputs, int64_t count, float* sum,
                          int64_t stride) {
   int64_t f = 0;
   for (; f + Columns * kWide <= count; f += Columns * kWide)
@@ -180,7 +180,7 @@ inline void Dots(const float* x, const typename Form::Number* matrix, int64_t si
 }
 
 template <typename Form, int Outputs>
-inline void DotsOfRows(const Arguments& a, const Matrix& m, int64_t f) {
+__attribute__((noinline)) void DotsOfRows(const Arguments& a, const Matrix& m, int64_t f) {
   const auto* matrix = (const typename Form::Number*)m.numbers + f * a.inputs;
   int64_t r = 0;
   const auto at = [&](auto dots) { dots(a.x + r * a.inputs, matrix, a.inputs, m.outputs, m.out + r * m.outputs + f); };
