@@ -32,13 +32,18 @@ def why_no_library(source: Path) -> str | None:
 @functools.cache
 def load_once(source: Path) -> str | None:
     """The outcome of the only try in this process."""
-    kernel = source.parent.name
-    symbol = kernel.title().replace("_", "")
+    symbol = source.parent.name.title().replace("_", "")
     try:
         library = prebuilt.load(source, (symbol,)) or native_library.load(source, (symbol,))
     except native_library.UnavailableError as error:
         if own_platform() == "cpu":
-            warnings.warn(f"The compiled {kernel} cannot be used, and plain XLA is slower: {error}.", stacklevel=3)
+            warn_once(str(error))
         return str(error)
     jax.ffi.register_ffi_target(target_of(source), jax.ffi.pycapsule(getattr(library, symbol)), platform="cpu")
     return None
+
+
+@functools.cache
+def warn_once(reason: str) -> None:
+    """Warns of a reason that kernels cannot be compiled, which holds for all of them."""
+    warnings.warn(f"The kernels for a CPU cannot be compiled, and plain XLA is slower: {reason}.", stacklevel=4)
