@@ -16,7 +16,7 @@ from jkv.cache.pool import num_pages_of
 from jkv.engine import mesh as meshes
 from jkv.engine.drafters import Drafter, places_of
 from jkv.engine.memory import most_pages_of, num_row_pages, state_bytes
-from jkv.engine.parts.drafting import history_of
+from jkv.engine.parts.drafting import drafting_bytes
 from jkv.engine.state import empty_state
 from jkv.eviction import Needs, Policy
 from jkv.limits import MOST_ROWS
@@ -31,7 +31,6 @@ from jkv.planning.scratch import Scratch, scratch_of
 from pallas_kernels.quantised import Format
 from pallas_kernels.sealed import page_bytes
 
-TOKEN_BYTES = 4  # of a token that a drafter sees
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +199,7 @@ class Setting:
         shared = self.page_size, jnp.dtype(self.dtype).name, self.kv_format, places_of(self.speculate)
         size = state_size(self.local, Needs.of([policy]), *shared)
         counts = self.sampling.penalises * COUNTED * self.config.vocab_size
-        counts += TOKEN_BYTES * history_of(self.speculate, self.config)
+        counts += drafting_bytes(self.speculate, self.config)
 
         def state(rows: int) -> int:
             return size.of(rows, layout.pool_pages(rows) // self.num_pools, layout.max_pages) + rows * counts

@@ -97,6 +97,11 @@ def why_by_step(policy: Policy) -> str | None:
     return next((f"{policy.name} {what}" for name, what in BY_STEP.items() if getattr(policy.needs, name)), None)
 
 
+def drafting_bytes(drafter: Drafter | None, config: ModelConfig) -> int:
+    """What a row's guesses keep on the device: its last tokens, and the credit."""
+    return 0 if drafter is None else 4 * (history_of(drafter, config) + 1)
+
+
 def history_of(drafter: Drafter | None, config: ModelConfig) -> int:
     """The tokens of a row that are kept for a drafter: no more than its model can have."""
     return 0 if drafter is None else min(drafter.history, max(config.max_positions, 2))
