@@ -16,6 +16,7 @@ from pallas_kernels.attention_mass import attention_mass as attention_mass
 from pallas_kernels.block_distance import block_distance as block_distance
 from pallas_kernels.key_redundancy import key_redundancy as key_redundancy
 from pallas_kernels.largest_slots import largest_slots as largest_slots
+from pallas_kernels.log_softmax import log_softmax as log_softmax
 from pallas_kernels.paged_attention import paged_attention as paged_attention
 from pallas_kernels.replay_attention import replay_attention as replay_attention
 from pallas_kernels.rotate_append import rotate_append as rotate_append

@@ -191,6 +191,8 @@ def run(options: argparse.Namespace) -> int:
     )
     if options.host not in LOCAL and not server_options.keys:
         print(f"jkv: warning: any machine that reaches {options.host} may use the model. Give --api-key.", file=sys.stderr)
+    if "*" in options.origins and not server_options.keys:
+        print("jkv: warning: any page in a browser of this machine may use the model. Give --api-key.", file=sys.stderr)
     show_log(logging.getLogger("jkv.serving"))
     host, port = place.getsockname()[:2]
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -29,7 +29,7 @@ from pallas_kernels.quantised import FORMATS, Format
 from pallas_kernels.sealed import SEALED, SealedFormat, check_page
 
 LIMITED = "max_running", "max_slots", "page_size", "num_pages", "max_stop_ids", "prefill_tokens"  # counts
-PLACES = {  # settings that are not the engine's: where they are given
+GIVEN_ELSEWHERE = {  # settings that are not the engine's: where they are given
     **{name: f" Write sampling=jkv.Sampling({name}=...)." for name in SAMPLING_FIELDS},  # `generate` takes them as they are
     **dict.fromkeys(("stop", "stop_sequences"), " Write stop_strings=[...]."),
     **dict.fromkeys(("eos_token_id", "stop_token_ids"), " Write stop_ids=[...]."),
@@ -37,6 +37,10 @@ PLACES = {  # settings that are not the engine's: where they are given
     **dict.fromkeys(("max_tokens", "max_completion_length", "max_length"), " Write max_new_tokens=."),
     **dict.fromkeys(("batch_size", "max_num_seqs"), " Write max_running=."),
     **dict.fromkeys(("messages", "prompt", "prompts", "input_ids"), " Pass messages, texts or token ids as the prompt."),
+    **dict.fromkeys(
+        ("logit_bias", "allowed_token_ids", "min_tokens", "bad_words", "top_logprobs", "model_logprobs"),
+        " Give it to jkv.Engine(...).submit.",
+    ),
     "attention_mask": " Write prompt_mask=.",
     "tokenizer": " The model has its own, model.tokenizer.",
     "do_sample": " Write temperature=0 to be greedy, and a higher one to draw.",
@@ -202,9 +206,9 @@ max_stop_ids, return_trace, routed_experts, mesh, kernels, prefix_cache, copy_ke
         for name in settings:
             if name not in known:
                 what = f"{name!r} is no {'argument of this call, nor a setting' if others else 'setting'} of an engine."
-                if name in PLACES:
-                    raise TypeError(what + PLACES[name])
-                hint = did_you_mean(name, [*others, *known, *PLACES])
+                if name in GIVEN_ELSEWHERE:
+                    raise TypeError(what + GIVEN_ELSEWHERE[name])
+                hint = did_you_mean(name, [*others, *known, *GIVEN_ELSEWHERE])
                 taken = f" The call takes: {', '.join(others)}." if others else ""
                 raise TypeError(f"{what}{hint}{taken} The settings are: {', '.join(known)}.")
         return dataclasses.replace(self, **settings)

@@ -393,8 +393,9 @@ def biases_of(options: RequestOptions, ends: Sequence[int], vocab_size: int) -> 
                 raise out_of_range(field, f"have token ids in [0, {vocab_size})", token)
     for value in bias.values():
         check_between(-MOST_BIAS, MOST_BIAS, logit_bias=typed("logit_bias", value, float))
-    if allowed is not None and not set(allowed) - (set(ends) if options.min_tokens else set()):
-        rule = "{field} must have a token that may be drawn, with min_tokens one that ends nothing; got {got}."
+    never = {word[0] for word in options.bad_words if len(word) == 1} | (set(ends) if options.min_tokens else set())
+    if allowed is not None and not set(allowed) - never:
+        rule = "{field} must have a token that may be drawn: no bad word, and with min_tokens one that ends nothing; got {got}."
         raise InputError(rule, field="allowed_token_ids", code="conflict", got=shown(list(allowed)))
     if options.min_tokens and len(ends) > MOST_ENDS:
         rule = "{field} need at most {most} tokens that end a completion; got {got}."

@@ -32,7 +32,9 @@ def holds(params: Params, kv_format: Any, num_rows: int) -> bool:
     if not is_plain or not is_by_slot or any(size % VECTOR for size in sizes) or params.embedding.dtype != jnp.float32:
         return False
     x = jax.ShapeDtypeStruct((num_rows, config.width), jnp.float32)
-    calls = {"row_product": (x, params.embedding), "row_sum": (x,)}
+    heads = jax.ShapeDtypeStruct((num_rows, config.num_query_heads, config.head_size), jnp.float32)
+    logits = jax.ShapeDtypeStruct((num_rows, config.vocab_size), jnp.float32)
+    calls = {"row_product": (x, params.embedding), "row_sum": (heads,), "log_softmax": (logits,)}
 
     def is_native(kernel: str, *args: Any) -> bool:
         name = chosen(kernel) or best(KERNELS[kernel].implementations, "cpu", *args)

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray, UInt32
 
 from jkv.checks import check_between, out_of_range, typed
-from pallas_kernels import row_sum
+from pallas_kernels import log_softmax
 
 BITS_A_PASS = 4  # on an accelerator, where reading the values again costs more than comparing them with 15 numbers at once
 
@@ -258,8 +258,7 @@ def draw(
 def own_log_prob(logits: Float[Array, "*B V"], token: Int[Array, "*B"]) -> Float[Array, "*B"]:
     """Each token's log-probability in nats under the model's own distribution: at temperature 1, without penalties and cuts."""
     below_BV = logits.astype(jnp.float32) - logits.max(axis=-1, keepdims=True).astype(jnp.float32)
-    picked = jnp.take_along_axis(below_BV, token[..., None], axis=-1)[..., 0]
-    return picked - jnp.log(row_sum(jnp.exp(below_BV)))[..., 0]
+    return jnp.take_along_axis(log_softmax(below_BV), token[..., None], axis=-1)[..., 0]
 
 
 def top_log_probs(
@@ -273,8 +272,8 @@ def top_log_probs(
 
     def find(logits: Float[Array, "*B V"]) -> tuple[Int[Array, "*B top"], Float[Array, "*B top"]]:
         below = logits.astype(jnp.float32) - logits.max(axis=-1, keepdims=True).astype(jnp.float32)
-        best, token = jax.lax.top_k(below, count)
-        return token.astype(jnp.int32), best - jnp.log(jnp.exp(below).sum(axis=-1, keepdims=True))  # as `own_log_prob` has it
+        best, token = jax.lax.top_k(log_softmax(below), count)
+        return token.astype(jnp.int32), best
 
     def leave_out(logits: Float[Array, "*B V"]) -> tuple[Int[Array, "*B top"], Float[Array, "*B top"]]:
         shape = *logits.shape[:-1], count
@@ -308,7 +307,7 @@ def log_distribution(
     if truncates is not False:
         kept = is_kept(scaled, rows) if truncates is True else kept_if(truncates, scaled, rows)
         scaled = jnp.where(kept | is_greedy[..., None], scaled, -jnp.inf)
-    return scaled - jnp.log(row_sum(jnp.exp(scaled)))  # the largest is 0, so that none is looked for
+    return log_softmax(scaled)
 
 
 def is_kept(scaled: Float[Array, "*B V"], rows: SamplingRows) -> Bool[Array, "*B V"]:

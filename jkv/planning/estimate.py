@@ -32,7 +32,6 @@ from pallas_kernels.quantised import Format
 from pallas_kernels.sealed import page_bytes
 
 
-
 @dataclasses.dataclass(frozen=True)
 class Estimate:
     """One policy's memory and speed; bytes are those of each device.

@@ -20,6 +20,7 @@ from jkv.checks import check_counts, out_of_range, size, typed
 from jkv.engine.drafters import AUTO, Drafter, ngram
 from jkv.engine.memory import state_bytes
 from jkv.engine.options import EngineOptions
+from jkv.engine.parts.drafting import why_by_step
 from jkv.engine.policy_checks import check_speculation
 from jkv.engine.requests import check_prompt_fits, spread_policies
 from jkv.errors import refused
@@ -164,7 +165,8 @@ def plan(
         raise out_of_range("memory_share", "lie in (0, 1], a share of the device's memory", memory_share)
     check_divides(config, num_devices)
     sampling = DRAWN if sampling is None else typed("sampling", sampling, Sampling)
-    speculate = ngram() if speculate == AUTO else speculate  # no more guesses on an accelerator
+    if speculate == AUTO:  # no more guesses on an accelerator
+        speculate = None if why_by_step(policy) else ngram()
     drafter = check_speculation(EngineOptions(speculate=speculate), [policy], config, 1)
     of_weights = check_format(weight_dtype)
     setting = Setting(

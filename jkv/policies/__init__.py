@@ -42,7 +42,8 @@ def recipe_of(recipe: Recipe) -> Callable[..., Policy]:
         return own_recipe(recipe)
     if recipe not in POLICIES and "." in recipe:
         rule = "{field} must be a name of `jkv policies`, or module:name of your own; got {got}. Write {own}."
-        own = ":".join(recipe.rsplit(".", 1))
+        last = recipe.rpartition(".")[2]
+        own = last if last in POLICIES else f"{recipe}:NAME" if last == "py" else ":".join(recipe.rsplit(".", 1))
         raise InputError(rule, field="policy", code="unknown_name", got=shown(recipe), own=own)
     check_known(POLICIES, policy=recipe)
     return POLICIES[recipe]

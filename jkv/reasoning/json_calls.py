@@ -159,5 +159,5 @@ def is_object(text: str) -> bool:
     """Whether a text is a JSON object."""
     try:
         return isinstance(json.loads(text), dict)
-    except ValueError:
+    except (ValueError, RecursionError):  # nested too deep to be read
         return False

@@ -14,7 +14,7 @@ import numpy as np
 from jkv.checks import check_counts, typed
 from jkv.engine.backend import Backend
 from jkv.engine.interrupts import deferred_interrupts
-from jkv.engine.options import PLACES
+from jkv.engine.options import GIVEN_ELSEWHERE
 from jkv.engine.outputs import Event
 from jkv.engine.prompts import encode_prompts
 from jkv.engine.requests import Request, RequestOptions, make_requests
@@ -398,7 +398,7 @@ def check_names(options: Any) -> None:
     """Refuses options that are no `SampleOptions`."""
     if unknown := sorted(set(options) - set(SampleOptions.__annotations__)):
         place = "Settings of the engine, the policy and prompt_piece are given to jkv.Rollout."
-        place = next((PLACES[name].strip() for name in unknown if name in PLACES), place)
+        place = next((GIVEN_ELSEWHERE[name].strip() for name in unknown if name in GIVEN_ELSEWHERE), place)
         known = ", ".join(SampleOptions.__annotations__)
         raise TypeError(f"Options of samples are {known}; got {', '.join(unknown)}. {place}")
 

@@ -347,9 +347,10 @@ def make_app(service: Service, options: ServerOptions | None = None) -> Starlett
         server.encoder.close()
 
     async def refuse(request: Request, error: Any) -> Response:
-        message = f"{request.method} {request.url.path}: {error.detail}."
+        hint = "" if request.url.path.startswith("/v1/") else " OpenAI's endpoints are below /v1."
+        message = f"{request.method} {request.url.path}: {error.detail}.{hint if error.status_code == 404 else ''}"
         headers = {"x-request-id": id_of(request, None)} | dict(error.headers or {})
-        return JSONResponse(error_body(error.status_code, message), error.status_code, headers)
+        return JSONResponse(error_body(error.status_code, message, is_own=True), error.status_code, headers)
 
     pages = Middleware(
         CORSMiddleware,

@@ -102,8 +102,8 @@ def without_folders(message: str) -> str:
     return re.sub(r"""(?<![\w/:.])(?:/(?!v1/)|\b[A-Za-z]:\\)(?:[^/\\\s'"]+[/\\])+""", "", message)
 
 
-def error_body(status: int, message: str, param: str | None = None, code: str = "") -> dict[str, Any]:
-    """The body of an error response.
+def error_body(status: int, message: str, param: str | None = None, code: str = "", is_own: bool = False) -> dict[str, Any]:
+    """The body of an error response; `is_own` says that the message names no file of the server.
 
     >>> error_body(400, "n must be at least 1; got 0.", "n", "out_of_range")["error"]["type"]
     'invalid_request_error'
@@ -111,7 +111,7 @@ def error_body(status: int, message: str, param: str | None = None, code: str = 
     kind = KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return {
         "error": {
-            "message": without_folders(message),
+            "message": message if is_own else without_folders(message),
             "type": kind,
             "param": param,
             "code": code or CODES.get(status, "server_error"),

@@ -45,6 +45,7 @@ def thinking(name: str, value: Any) -> dict[str, Any]:
     >>> thinking("reasoning", {"effort": "low", "exclude": True}), thinking("thinking", {"type": "disabled"})
     ({'reasoning_effort': 'low', 'include_reasoning': False}, {'enable_thinking': False})
     """
+    value = {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
     if isinstance(value, bool):
         return {"enable_thinking": value}
     if name != "enable_thinking" and value in EFFORTS:
@@ -52,7 +53,9 @@ def thinking(name: str, value: Any) -> dict[str, Any]:
     if name in ("thinking", "reasoning") and isinstance(value, dict):
         found: dict[str, Any] = {}
         effort, exclude = value.get("effort"), value.get("exclude")
-        is_on = value.get("enabled", {"enabled": True, "adaptive": True, "disabled": False, None: None}.get(value.get("type")))
+        kind = value.get("type")
+        of_kind = {"enabled": True, "adaptive": True, "disabled": False}.get(kind) if isinstance(kind, str) else None
+        is_on = value.get("enabled", of_kind)
         if isinstance(is_on, bool) or effort == "none":
             found["enable_thinking"] = is_on is True and effort != "none"
         if isinstance(effort, str) and effort != "none":

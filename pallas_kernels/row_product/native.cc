@@ -2,8 +2,8 @@
 // XLA's product of one row does so too, but with two rows it packs the matrix first, which takes as long again.
 //
 // A number of the result is one sum in float32, from the first input to the last, whatever the number of rows, of threads and of
-// columns beside it. So a row's bits do not depend on the other rows. Matrices are floats, bfloat16s, or codes of 8 bits, which
-// become floats in registers: the result is that of the floats.
+// columns beside it; of matrices [F, D], as many sums as a vector has numbers, added at the end. So a row's bits do not depend on
+// the other rows. Matrices are floats, bfloat16s, or codes of 8 bits, which become floats in registers: the result is theirs.
 
 #include "../native.h"
 
@@ -13,7 +13,7 @@ constexpr int64_t kInputs = 8;       // that are added to a sum in a register be
 constexpr int64_t kOutputs = 64;     // columns of the smallest piece of work
 constexpr int64_t kTurn = 1 << 21;   // bytes of matrices for which it pays to wake another thread
 
-// Vectors as wide as the processor's, whose width no bit of a sum of columns depends on.
+// Vectors as wide as the processor's; no bit of a product with a matrix [D, F] depends on their width.
 #if defined(__AVX512F__)
 constexpr int kWide = 16, kMostRows = 8;  // rows whose sums the registers hold
 typedef float Wide __attribute__((vector_size(64), aligned(4), may_alias));

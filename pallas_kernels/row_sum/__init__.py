@@ -1,4 +1,4 @@
-"""Sums over the last axis: those of squares in norms, and of shares in a softmax."""
+"""Sums over the last axis, such as those of squares in norms."""
 
 from jaxtyping import Array, Float
 

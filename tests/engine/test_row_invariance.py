@@ -48,18 +48,23 @@ def test_a_row_has_the_same_bits_in_engines_of_other_sizes(name):
 
     With guesses, the ring of a window is longer, and its slots lie in another order.
     """
-    policy = jkv.r_kv(budget=12, interval=4, window=4)
+    policies = jkv.r_kv(budget=12, interval=4, window=4), jkv.full(), jkv.full()
+    sampling = [jkv.Sampling(temperature=temperature, seed=2) for temperature in (1.0, 0.6, 1.3)]
 
     def log_probs(**settings):
-        return jkv.generate(MODELS[name], PROMPTS, policy, max_new_tokens=30, **SETTINGS, **settings)
+        engine = jkv.Engine(MODELS[name], max_slots=96, page_size=4, policies=policies, **settings)
+        each = zip(PROMPTS, policies, sampling, strict=True)
+        tickets = [engine.submit(*one, max_new_tokens=30, stop_ids=()) for one in each]
+        engine.run()
+        return [np.asarray(engine.result(ticket).logprobs) for ticket in tickets], engine.stats
 
-    alone = log_probs(max_running=1)
+    alone, _ = log_probs(max_running=1)
     guessed = {"max_running": 3, "speculate": jkv.ngram(7, most=2, least=1)}
-    for settings in ({"max_running": 3}, {"max_running": 24}, guessed):
-        found = log_probs(**settings)
-        assert found.stats.drafted > 0 or settings is not guessed
-        expected = log_probs(**guessed | {"max_running": 1}) if settings is guessed and name == "windows" else alone
-        for own, other in zip(expected.logprobs, found.logprobs, strict=True):
+    for settings in ({"max_running": 3}, {"max_running": 7}, {"max_running": 24}, guessed):
+        found, stats = log_probs(**settings)
+        assert stats.drafted > 0 or settings is not guessed
+        expected = log_probs(**guessed | {"max_running": 1})[0] if settings is guessed and name == "windows" else alone
+        for own, other in zip(expected, found, strict=True):
             np.testing.assert_array_equal(other, own)
 
 

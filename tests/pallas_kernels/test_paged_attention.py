@@ -420,8 +420,7 @@ def test_without_a_compiler_plain_xla_computes_and_warns_once_of_the_reason(no_l
     monkeypatch.setenv("PATH", str(no_library))
     args = random_case([9, 3], 2, 8, 4, 3, jnp.float32)
     with pytest.warns(UserWarning, match=r"plain XLA is slower: it needs a C\+\+ compiler") as warned:
-        kernels.paged_attention(*args)
-        kernels.row_sum(args[0])
+        jax.block_until_ready((kernels.paged_attention(*args), kernels.row_sum(args[0])))
     assert dispatch.best(IMPLEMENTATIONS, "cpu", *args) == "cpu"
     assert len(warned) == 1
     with pytest.raises(ValueError, match=r"native: it needs a C\+\+ compiler"):

@@ -171,7 +171,7 @@ def decode(
         parts = parts._replace(experts=Experts())
     if drafter is not None:
         parts = parts._replace(draft=Drafting(leaf(rows, dtype=bool), leaf(rows)))
-        carried = carried._replace(history=leaf(rows, drafter.history))
+        carried = carried._replace(history=leaf(rows, drafter.history), credit=leaf(rows, dtype=jnp.float32))
     alive = leaf(rows, dtype=bool)  # as an engine that runs a chunk ahead passes it
     inputs = ChunkInputs(leaf(rows), leaf(rows, 1), settings, key, rules, reads, sinks, alive, parts)
     given = shapes.params, shapes.state, inputs, carried

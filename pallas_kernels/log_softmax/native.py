@@ -1,0 +1,44 @@
+"""C++ for a CPU, called by XLA: a row is computed in the same way, however many there are.
+
+How the library comes about says `pallas_kernels.native_target`.
+"""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels import native_target
+from pallas_kernels.dispatch import possible_platforms
+
+SOURCE = Path(__file__).with_name("native.cc")
+MOST_ROWS = 256  # of decode steps; XLA fuses the rows of a trained or scored text with what follows
+TARGET = native_target.target_of(SOURCE)
+why_no_library = functools.partial(native_target.why_no_library, SOURCE)
+
+
+def why_not(below: Any) -> str | None:
+    """Why the library cannot take these arguments; None when it can."""
+    if possible_platforms() != ("cpu",):
+        return "a process with an accelerator leaves softmaxes to XLA"
+    if below.dtype != jnp.float32:
+        return f"logits must be float32; got {below.dtype}"
+    if (rows := below.size // below.shape[-1]) > MOST_ROWS:
+        return f"there must be at most {MOST_ROWS} rows; got {rows}"
+    return why_no_library()
+
+
+@jax.custom_jvp
+def log_softmax(below: Float[Array, "*B V"]) -> Float[Array, "*B V"]:
+    """See `pallas_kernels.log_softmax`."""
+    return jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(below.shape, jnp.float32), vmap_method="broadcast_all")(below)
+
+
+@log_softmax.defjvp
+def derivative(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    """The log-probabilities, and how they change with the logits."""
+    out, change = log_softmax(*primals), tangents[0]
+    return out, change - (jnp.exp(out) * change).sum(axis=-1, keepdims=True)
