@@ -35,7 +35,7 @@ from jkv.planning.devices import Device, find_device
 from jkv.planning.estimate import Estimate, Setting
 from jkv.policies import full
 from pallas_kernels import KERNELS, choice
-from pallas_kernels.dispatch import best
+from pallas_kernels.dispatch import Kernel, best
 from pallas_kernels.models import ModelShape, Workload
 from pallas_kernels.sealed import SEALED, SealedFormat
 
@@ -213,7 +213,7 @@ def dtype_of(model: Any, device: Device, dtype: Any) -> Any:
 def kernels_on(
     device: Device, config: ModelConfig, dtype: Any, page_size: int, slots: int, kv_dtype: str | None
 ) -> dict[str, str]:
-    """The implementation that a device gets of each kernel."""
+    """The implementation that a device gets of each kernel, but for those that an accelerator leaves to XLA on purpose."""
     shape = ModelShape(config.num_layers, config.num_query_heads, config.num_kv_heads, config.head_size)
     workload = Workload(1, slots, page_size, dtype, kv_format=None if kv_dtype in SEALED else kv_dtype)
     platform = "cuda" if device.platform == "gpu" else device.platform
@@ -221,8 +221,13 @@ def kernels_on(
         return {
             name: best(kernel.implementations, platform, *kernel.shapes.arguments(shape, workload))
             for name, kernel in KERNELS.items()
-            if name != "sealed_attention" or kv_dtype in SEALED
+            if (name != "sealed_attention" or kv_dtype in SEALED) and (platform == "cpu" or not is_for_cpus(kernel))
         }
+
+
+def is_for_cpus(kernel: Kernel) -> bool:
+    """Whether a kernel has an implementation of its own for a CPU alone."""
+    return {one.platform for one in kernel.implementations.values()} == {"cpu", None}
 
 
 def check_lengths(policy: Policy, prompt: int, length: int, max_positions: int) -> None:
