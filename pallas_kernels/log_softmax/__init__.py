@@ -14,7 +14,7 @@ IMPLEMENTATIONS = {
 def log_softmax(below: Float[Array, "*B V"], *, implementation: str | None = None) -> Float[Array, "*B V"]:
     """The log-probability of each token, of logits whose largest is 0; `-inf` where a logit is. Differentiable.
 
-    On a CPU a row's bits do not depend on how many rows there are, up to 256. A TPU and a GPU leave softmaxes to XLA, and so
+    On a CPU a row's bits do not depend on how many rows there are, up to 32. A TPU and a GPU leave softmaxes to XLA, and so
     does a process that has one.
 
     Raises:
