@@ -42,6 +42,7 @@ def has_kernels():
         pytest.skip(reason)
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("name", MODELS)
 def test_a_row_has_the_same_bits_in_engines_of_other_sizes(name):
     """24 tokens pass at once in the largest steps here, which XLA's sums would add up in another order than one.
@@ -68,6 +69,7 @@ def test_a_row_has_the_same_bits_in_engines_of_other_sizes(name):
             np.testing.assert_array_equal(other, own)
 
 
+@pytest.mark.rounding
 def test_wrong_guesses_soon_stop_and_steps_without_guesses_pass_one_token(monkeypatch):
     settings = SETTINGS | {"max_running": 1, "max_new_tokens": 60}
     plain, guessed = (jkv.generate(MODELS["plain"], PROMPTS[0], speculate=one, **settings) for one in (None, Always()))
