@@ -9,11 +9,13 @@ import functools
 import threading
 import warnings
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import native_library, prebuilt
-from pallas_kernels.dispatch import own_platform
+from pallas_kernels.dispatch import own_platform, possible_platforms
 
 LOADING = threading.Lock()
 
@@ -27,6 +29,22 @@ def why_no_library(source: Path) -> str | None:
     """Why a kernel has no library, or None; the first call compiles, loads and registers it, and warns where it cannot."""
     with LOADING:
         return load_once(source)
+
+
+def why_not_rows(source: Path, x: Any, most: int) -> str | None:
+    """Why a kernel of rows in float32, which XLA computes on accelerators, cannot take them; None when it can."""
+    if reason := why_left_to_xla():
+        return reason
+    if x.dtype != jnp.float32:
+        return f"rows must be float32; got {x.dtype}"
+    if (rows := x.size // x.shape[-1]) > most:
+        return f"there must be at most {most} rows; got {rows}"
+    return why_no_library(source)
+
+
+def why_left_to_xla() -> str | None:
+    """Why a kernel that only CPUs have is not used; None in a process without an accelerator."""
+    return None if possible_platforms() == ("cpu",) else "a process with an accelerator leaves it to XLA"
 
 
 @functools.cache

@@ -33,9 +33,7 @@ class Completion:
     log_probs: list[float] = dataclasses.field(default_factory=list)
     log_probs_full: list[float] = dataclasses.field(default_factory=list)  # before penalties and cuts
     log_probs_own: list[float] = dataclasses.field(default_factory=list)  # of the model's own distribution, where asked for
-    top: list[dict[int, float]] = dataclasses.field(
-        default_factory=list
-    )  # log-probabilities of most likely tokens, where asked for
+    top: list[dict[int, float]] = dataclasses.field(default_factory=list)  # the most likely tokens', where asked for
     versions: list[int] = dataclasses.field(default_factory=list)  # of the weights behind each token
     finish_reason: str = ""
     trace: Trace | None = None  # of the finished sample, when traced

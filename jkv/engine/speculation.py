@@ -84,17 +84,18 @@ def decode_chunk(
         num_new = jnp.where(is_active & (count < quota), jnp.minimum(1 + num_drafts, quota - count), 0)
         return jnp.concatenate([first.token[:, None], proposal.token], axis=1), num_new
 
-    def step(loop: tuple[Any, ...], places: int) -> tuple[Any, ...]:
+    def step(loop: tuple[Any, ...], width: int) -> tuple[Any, ...]:
+        """One pass of the first `width` places of each row."""
         (cache, logits), first, is_active, count, (all_tokens, num_new), carries, kept, counts = loop
-        carries, runs, place = dict(carries), is_active & (count < quota), jnp.arange(places, dtype=jnp.int32)
-        token, is_new = all_tokens[:, :places], place < num_new[:, None]
+        carries, runs, place = dict(carries), is_active & (count < quota), jnp.arange(width, dtype=jnp.int32)
+        token, is_new = all_tokens[:, :width], place < num_new[:, None]
 
         position = cache.pool.logical_length[:, None] + place
         new = Step(params, cache, row, jnp.where(is_new, token, 0), num_new, runs)
         for name, part in parts.items():
             new, carries[name] = part.take(new, carries[name])
         if address is None:
-            pool, of_step = pages.reserve(new.cache.pool, row, num_new, places)
+            pool, of_step = pages.reserve(new.cache.pool, row, num_new, width)
             new = new._replace(cache=new.cache._replace(pool=pool))
         else:
             of_step = addresses_of(address, count, is_new)
@@ -109,8 +110,8 @@ def decode_chunk(
         is_right = (token == drawn.token)[:, 1:] & is_new[:, 1:] & ~drawn.is_last[:, :-1]
         accepted = jnp.where(runs, 1 + jnp.cumprod(is_right.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32), 0)
         pool, dropped = pages.advance(cache.pool, row, accepted), None
-        if address is None and places > 1:
-            pool = pages.give_back(pool, row, num_new - accepted, places - 1)
+        if address is None and width > 1:
+            pool = pages.give_back(pool, row, num_new - accepted, width - 1)
         if cache.victim is not None:
             pool, dropped = pages.vacate(pool, cache.victim)
         if cache.states is not None:
@@ -122,7 +123,7 @@ def decode_chunk(
 
         count = count + accepted
         ends = at_last(drawn.is_last, ~is_active) | (count >= inputs.remaining)
-        of_tokens = {"token": token, "is_real": is_new} | drawn.out | of_step_alone(dropped, cache.is_read, places)
+        of_tokens = {"token": token, "is_real": is_new} | drawn.out | of_step_alone(dropped, cache.is_read, width)
         for name, part in parts.items():
             of_tokens |= part.report(new, hidden, cache, carries[name])
         at = (count - accepted)[:, None] + place, place < accepted[:, None]
@@ -141,8 +142,8 @@ def decode_chunk(
 
     def steps(loop: tuple[Any, ...]) -> tuple[Any, ...]:
         """Steps without guesses, then steps with some. (With a branch in one loop, XLA would copy the pool.)"""
-        loop = jax.lax.while_loop(lambda x: goes_on(x) & ~has_guesses(x), functools.partial(step, places=1), loop)
-        return jax.lax.while_loop(lambda x: goes_on(x) & has_guesses(x), functools.partial(step, places=places), loop)
+        loop = jax.lax.while_loop(lambda x: goes_on(x) & ~has_guesses(x), functools.partial(step, width=1), loop)
+        return jax.lax.while_loop(lambda x: goes_on(x) & has_guesses(x), functools.partial(step, width=places), loop)
 
     state = state._replace(cache=state.cache._replace(pool=pool))
     carries = {name: part.begin(carried) for name, part in parts.items()}
@@ -153,7 +154,7 @@ def decode_chunk(
     kept = {name: jnp.zeros((num_steps, *x.shape), x.dtype) for name, x in shapes.items() if is_traced or name not in TRACED}
     counts = zeros, zeros, jnp.int32(0)
     begin = state, first, is_active, zeros, guess(first, is_active, zeros, carries["draft"]), carries, kept, counts
-    body = steps if narrows else functools.partial(step, places=places)
+    body = steps if narrows else functools.partial(step, width=places)
     state, _, is_running, count, _, carries, kept, counts = jax.lax.while_loop(goes_on, body, begin)
     pool = state.cache.pool if by_step else pages.give_back(state.cache.pool, row, quota - count, num_steps)
     if state.cache.tail is not None:

@@ -18,16 +18,26 @@ def norm(config: ModelConfig, x: Float[Array, "*B H"], weight: Float[Array, " H"
     if config.norm_offset is None and weight is not None:
         return rms_norm(x, weight, config.norm_epsilon)
     wide = x.astype(jnp.float32)
-    unit = wide * jax.lax.rsqrt(kernels.row_sum(wide, of_squares=True) / x.shape[-1] + config.norm_epsilon)
+    unit = wide * jax.lax.rsqrt(mean_square(x) + config.norm_epsilon)
     factor = 1.0 if weight is None else (config.norm_offset or 0.0) + weight.astype(jnp.float32)
     return (unit * factor).astype(x.dtype)
 
 
 def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], epsilon: float) -> Float[Array, "*B D"]:
-    """Llama's norm, in float32; the sum of a row has the same bits in any batch where the kernel's has."""
-    wide = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(kernels.row_sum(wide, of_squares=True) / x.shape[-1] + epsilon)
-    return weight * (wide * scale).astype(x.dtype)
+    """Llama's norm, in float32."""
+    return divided(x, weight, mean_square(x), epsilon)
+
+
+def mean_square(x: Float[Array, "*B D"]) -> Float[Array, "*B 1"]:
+    """Of the last axis, in float32, by a kernel that gives a row the same bits in any batch."""
+    return kernels.row_sum(x.astype(jnp.float32), of_squares=True) / x.shape[-1]
+
+
+def divided(
+    x: Float[Array, "*B D"], weight: Float[Array, " D"], square: Float[Array, "*B 1"], epsilon: float
+) -> Float[Array, "*B D"]:
+    """`x` over the root of its mean square, rounded to its dtype, times the weight."""
+    return weight * (x.astype(jnp.float32) * jax.lax.rsqrt(square + epsilon)).astype(x.dtype)
 
 
 def add_norm(
@@ -45,6 +55,4 @@ def norm_of_all_heads(
     """The RMS norm over all heads together. Each shard of a mesh has as many of them, and they exchange the mean square."""
     if axis is None:
         return rms_norm(flat, weight, epsilon)
-    wide = flat.astype(jnp.float32)
-    mean_square = jax.lax.pmean(kernels.row_sum(wide, of_squares=True) / flat.shape[-1], axis)
-    return weight * (wide * jax.lax.rsqrt(mean_square + epsilon)).astype(flat.dtype)
+    return divided(flat, weight, jax.lax.pmean(mean_square(flat), axis), epsilon)

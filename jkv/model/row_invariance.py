@@ -23,12 +23,12 @@ def holds(params: Params, kv_format: Any, num_rows: int) -> bool:
     That is so on a CPU with compiled kernels, in float32 (weights and pages may have 8 bits), without experts and recurrent
     layers: products, norms, attention and softmaxes then add up in one order, and all else is computed number by number. The
     sizes of a token must be whole vectors of a processor, as those of real models are: XLA computes a rest in other ways.
-    Pages in 4 bits, and sealed ones, are rotated by products of XLA's.
+    Pages in 4 bits, and sealed ones, are rotated by products of XLA's. A shard of a mesh has a part of these sizes.
     """
     config = params.config
     sizes = config.width, config.mlp_width, config.sharing_mlp_width, config.head_size // 2, config.vocab_size
     is_by_slot = kv_format is None or (isinstance(kv_format, Format) and kv_format.group is None)
-    is_plain = all(layer.experts is None and layer.delta is None for layer in params.layers)
+    is_plain = params.axis is None and all(layer.experts is None and layer.delta is None for layer in params.layers)
     if not is_plain or not is_by_slot or any(size % VECTOR for size in sizes) or params.embedding.dtype != jnp.float32:
         return False
     x = jax.ShapeDtypeStruct((num_rows, config.width), jnp.float32)

@@ -16,7 +16,6 @@ from jkv.serving.errors import RefusalError
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")  # names under which a machine calls itself
 ANY = "*"
-LONGEST_NAME = 64  # characters of a key's
 ORIGIN = re.compile(r"https?://[^/\s]+")
 
 

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import native_target
-from pallas_kernels.dispatch import possible_platforms
 
 SOURCE = Path(__file__).with_name("native.cc")
 MOST_ROWS = 32  # of decode steps; XLA fuses the rows of a trained or scored text with what follows
@@ -22,13 +21,7 @@ why_no_library = functools.partial(native_target.why_no_library, SOURCE)
 
 def why_not(below: Any) -> str | None:
     """Why the library cannot take these arguments; None when it can."""
-    if possible_platforms() != ("cpu",):
-        return "a process with an accelerator leaves softmaxes to XLA"
-    if below.dtype != jnp.float32:
-        return f"logits must be float32; got {below.dtype}"
-    if (rows := below.size // below.shape[-1]) > MOST_ROWS:
-        return f"there must be at most {MOST_ROWS} rows; got {rows}"
-    return why_no_library()
+    return native_target.why_not_rows(SOURCE, below, MOST_ROWS)
 
 
 @jax.custom_jvp

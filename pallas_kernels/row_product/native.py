@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import native_target
-from pallas_kernels.dispatch import possible_platforms
 from pallas_kernels.row_product import reference
 
 SOURCE = Path(__file__).with_name("native.cc")
@@ -23,8 +22,8 @@ why_no_library = functools.partial(native_target.why_no_library, SOURCE)
 
 def why_not(x: Any, *matrices: Any, by_output: bool = False, dtype: Any = None) -> str | None:
     """Why the library cannot take these arguments; None when it can."""
-    if possible_platforms() != ("cpu",):
-        return "a process with an accelerator leaves products to XLA"
+    if reason := native_target.why_left_to_xla():
+        return reason
     if x.dtype not in (jnp.float32, jnp.bfloat16):
         return f"x must be float32 or bfloat16; got {x.dtype}"
     dtypes = {jnp.dtype(one.dtype).name for one in matrices}

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import native_target
-from pallas_kernels.dispatch import possible_platforms
 from pallas_kernels.row_sum import reference
 
 SOURCE = Path(__file__).with_name("native.cc")
@@ -23,13 +22,7 @@ why_no_library = functools.partial(native_target.why_no_library, SOURCE)
 
 def why_not(x: Any, of_squares: bool = False) -> str | None:
     """Why the library cannot take these arguments; None when it can."""
-    if possible_platforms() != ("cpu",):
-        return "a process with an accelerator leaves sums to XLA"
-    if x.dtype != jnp.float32:
-        return f"x must be float32; got {x.dtype}"
-    if (rows := x.size // x.shape[-1]) > MOST_ROWS:
-        return f"x must have at most {MOST_ROWS} rows; got {rows}"
-    return why_no_library()
+    return native_target.why_not_rows(SOURCE, x, MOST_ROWS)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
