@@ -73,11 +73,12 @@ def tune(
     step, state = before["step"], optimizer.init(params)
     began = time.monotonic() - before["seconds"]
     saved = time.monotonic()
-    while time.monotonic() - began < seconds:
+    is_last = before["seconds"] >= seconds
+    while not is_last:
         batch = make_batch(tokenizer, stage, (seed, step), task)
         params, state, value, hits = train_step(optimizer, params, state, batch)
         step += 1
-        is_last = time.monotonic() - began >= seconds
+        is_last = time.monotonic() - began >= seconds  # asked once a step, so that the last step is always saved
         if step % REPORT_EVERY == 0 or is_last:
             line = {"step": step, "loss": round(float(value), 5), "right": round(float(hits), 5)}  # waits for the device
             print(line, flush=True)

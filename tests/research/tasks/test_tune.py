@@ -1,5 +1,6 @@
 """Fine-tuning against the clock: what is learnt, what is written, and a second start."""
 
+import dataclasses
 import json
 
 import jax
@@ -23,6 +24,29 @@ def standard_promotion():
     """Training code runs as users run it: optax is not written for strict promotion."""
     with jax.numpy_dtype_promotion("standard"):
         yield
+
+
+class Clock:
+    """A second passes between any two questions, so any moment of a step may be the one at which time is up."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        self.now += 1.0
+        return self.now
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("seconds", [1, 2, 3, 4])
+def test_whenever_time_is_up_the_last_step_is_saved(tmp_path, monkeypatch, seconds):
+    monkeypatch.setattr(tuning, "time", Clock())
+    steps = []
+    monkeypatch.setattr(tuning, "train_step", lambda *_: (steps.append(1), (model.params, None, 0.0, 1.0))[1])
+    model = checkpoint.load("tiny-reasoner")
+    stage = dataclasses.replace(STAGES["chains"], rows=1, length=64)
+    tuning.tune(model.params, model.tokenizer, "chains", stage, tmp_path, seconds=seconds)
+    assert [line["step"] for line in lines_of(tmp_path)] == [len(steps)]
 
 
 @pytest.mark.usefixtures("standard_promotion")
