@@ -78,6 +78,11 @@ def best(table: Table, platform: str, *args: Any, **settings: Any) -> str:
     return "reference"
 
 
+def runs_native(kernel: str, table: Table, *args: Any, **settings: Any) -> bool:
+    """Whether C++ computes a kernel, in programs for a CPU with arguments of these shapes and dtypes."""
+    return (chosen(kernel) or best(table, "cpu", *args, **settings)) == "native"
+
+
 def refusals(table: Table, platform: str, *args: Any, **settings: Any) -> dict[str, str]:
     """Name -> reason, for each implementation that cannot run on a platform or with these arguments."""
     found = {}

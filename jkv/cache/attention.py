@@ -3,8 +3,10 @@
 Both append the new keys and values and then read the pool. Both store the last queries if a policy scores by them.
 """
 
+import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
@@ -21,7 +23,9 @@ from jkv.model import decoder
 from jkv.model.params import MeshAxis
 from jkv.model.rotary import turn_in
 from jkv.model.sharding import HEADS, sum_over_copies
+from pallas_kernels.dispatch import possible_platforms, runs_native
 
+PLACES = 16  # queries of a prompt that read a page at once, where pages are read in place
 OPEN_END = jnp.iinfo(jnp.int32).max  # the end of a column that is never evicted
 
 
@@ -128,13 +132,7 @@ class DecodeAttention(NamedTuple):
             query, pool.kv, page_table, length, log_weight, of_layer, with_logits=self.rules is not None and not is_stored
         )
 
-        def as_out(log_total: Array) -> Array:
-            """In the order of the output: by row, or of several places by place, [B, T, N]."""
-            if places == 1:
-                return log_total
-            return jnp.swapaxes(log_total.reshape(batch, num_kv_heads, places, -1), 1, 2).reshape(batch, places, num_heads)
-
-        log_total = as_out(log_total)
+        log_total = log_total_by_place(log_total, batch, places)
         if self.sinks is not None:
             turned = query
             if layer not in self.unrotated:
@@ -144,7 +142,7 @@ class DecodeAttention(NamedTuple):
             num_sinks = jnp.repeat(self.sinks.num_sinks, key.shape[2])
             num_sinks = jnp.minimum(length, num_sinks if places == 1 else num_sinks[:, None])
             sinks_out, sinks_total, _ = kernels.paged_attention(turned, pool.kv, first_pages, num_sinks)
-            sinks_total = as_out(sinks_total)
+            sinks_total = log_total_by_place(sinks_total, batch, places)
             out = merge((out, sinks_out), (log_total, sinks_total))
             log_total = log_total if sink is None else jnp.logaddexp(log_total, sinks_total)
         if sink is not None:  # from here on the probabilities are those with the sink, the accumulated mass of H2O and TOVA too
@@ -215,6 +213,30 @@ class DecodeAttention(NamedTuple):
         return choose_in(layer, self.reads, query, pool, page_table, length)
 
 
+def log_total_by_place(
+    log_total: Float[Array, "R _G"], batch: int, places: int
+) -> Float[Array, "R _G"] | Float[Array, "B T N"]:
+    """A kernel's log-totals in the order of its outputs: by row, or of several places by place."""
+    if places == 1:
+        return log_total
+    return jnp.swapaxes(log_total.reshape(batch, len(log_total) // batch, places, -1), 1, 2).reshape(batch, places, -1)
+
+
+def reads_in_place(pool: Pool, query: Any) -> bool:
+    """Whether chunks of prompts, with queries of this shape, read pages where they are; else their pages are gathered first.
+
+    C++ for a CPU reads nothing but the slots before each query. What else the pool keeps of its slots is of gathered ones.
+    """
+    if possible_platforms() != ("cpu",) or pool.vacant_slot is not None or pool.slot_data.keys() & {"mass", pages.LOG_WEIGHT}:
+        return False
+    _, num_queries, num_heads, head_size = query.shape
+    places, num_kv_heads = math.gcd(num_queries, PLACES), pool.page_table.shape[2]
+    rows = num_queries // places * num_kv_heads
+    of_rows = jax.ShapeDtypeStruct((rows, places * num_heads // num_kv_heads, head_size), query.dtype)
+    table, length = (jax.ShapeDtypeStruct((rows, size), jnp.int32) for size in (pool.page_table.shape[3], places))
+    return runs_native("paged_attention", kernels.KERNELS["paged_attention"].implementations, of_rows, pool.kv, table, length)
+
+
 class PrefillAttention(NamedTuple):
     """Causal attention of a chunk of one row's prompt to the row's slots and to itself."""
 
@@ -222,7 +244,7 @@ class PrefillAttention(NamedTuple):
     row: Int[Array, " 1"]
     position: Int[Array, "1 T"]
     num_new: Int[Array, " 1"]
-    num_pages: int | None = None  # of the row, the new ones included; None are all that it can have
+    num_pages: int | None = None  # of the row that are gathered, the new ones included; None are all that it can have
 
     def __call__(
         self,
@@ -236,6 +258,40 @@ class PrefillAttention(NamedTuple):
     ) -> tuple[Float[Array, "1 T N H"], Cache]:
         """`jkv.model.decoder.Attend`."""
         pool = cache.pool if is_stored else pages.append(cache.pool, self.address[layer], key, value)
+        if reads_in_place(pool, query):
+            out = self.read_in_place(layer, query, pool, sink)
+        else:
+            out, pool = self.read_gathered(layer, query, pool, sink, adds_mass=not is_stored)
+        ring = cache.query_ring
+        if ring is not None and not is_stored:
+            window = ring.shape[2]
+            offset = jnp.arange(query.shape[1], dtype=jnp.int32)
+            is_last = (offset < self.num_new) & (offset >= self.num_new - window)
+            where = jnp.where(is_last, self.position[0] % window, window)
+            ring = ring.at[layer, self.row, where].set(query[0], mode="drop", unique_indices=True)
+        return out, cache._replace(pool=pool, query_ring=ring)
+
+    def read_in_place(
+        self, layer: int, query: Float[Array, "1 T N H"], pool: Pool, sink: Float[Array, " N"] | None
+    ) -> Float[Array, "1 T N H"]:
+        """The attention of the chunk's tokens, as of rows with some places each, which read the pages of the one row."""
+        (_, num_queries, num_heads, head_size), row = query.shape, self.row[0]
+        places = math.gcd(num_queries, PLACES)
+        table, filled = pool.page_table[layer, row], pool.length[layer, row]
+        until = jnp.minimum(jnp.arange(1, num_queries + 1, dtype=jnp.int32), self.num_new[0]).reshape(-1, 1, places)
+        length = filled[:, None] + until  # [T / places, K, places]
+        by_place = query.reshape(len(length), places, num_heads, head_size)
+        args = by_place, pool.kv, jnp.tile(table, (len(length), 1)), length.reshape(-1, places)
+        out, log_total, _ = kernels.paged_attention(*args)
+        if sink is not None:
+            of_places = log_total_by_place(log_total, len(length), places)
+            out, _ = add_sink(out, of_places, jnp.broadcast_to(sink.astype(jnp.float32), of_places.shape))
+        return out.reshape(query.shape)
+
+    def read_gathered(
+        self, layer: int, query: Float[Array, "1 T N H"], pool: Pool, sink: Float[Array, " N"] | None, adds_mass: bool
+    ) -> tuple[Float[Array, "1 T N H"], Pool]:
+        """The attention of the chunk's tokens to the row's slots, gathered; and the pool, with their mass if a policy needs it."""
         length = pool.length.at[layer, self.row].add(self.num_new[:, None])
         key_1KSH, value_1KSH, begin_1KS = pages.gather(pool.replace(length=length), layer, self.row, self.num_pages)
         out = kernels.replay_attention(
@@ -247,18 +303,11 @@ class PrefillAttention(NamedTuple):
             jnp.where(begin_1KS == EMPTY, EMPTY, OPEN_END),
             sink=sink,
         )
-        ring = cache.query_ring
-        if ring is not None and not is_stored:
-            window = ring.shape[2]
-            offset = jnp.arange(query.shape[1], dtype=jnp.int32)
-            is_last = (offset < self.num_new) & (offset >= self.num_new - window)
-            where = jnp.where(is_last, self.position[0] % window, window)
-            ring = ring.at[layer, self.row, where].set(query[0], mode="drop", unique_indices=True)
-        if "mass" in pool.slot_data and not is_stored:
+        if "mass" in pool.slot_data and adds_mass:
             added, mass = self.mass(query, key_1KSH, begin_1KS, sink), pool.slot_data["mass"]
             mass = mass.at[layer, self.row, :, : added.shape[-1]].add(added)
             pool = pool.replace(slot_data=pool.slot_data | {"mass": mass})
-        return out, cache._replace(pool=pool, query_ring=ring)
+        return out, pool
 
     def mass(
         self,

@@ -21,19 +21,22 @@ from jkv.model.sampling import Sampling, rows_of, sample_key
 from pallas_kernels.choice import LEAST_CAPABILITY
 
 SIZES = (16, 64, 256)  # tokens of a prefill program
-LEAST_SLOTS = 1024  # of a row that a piece reads; more, by a factor of four each, where it holds more
+CPU_SIZES = (16, 64, 128)  # 256 tokens take as long as twice 128, and the prefix cache finds pieces of the largest size
+LEAST_SLOTS = 1024  # of a row that a piece gathers; more, by a factor of four each, where it holds more
 LARGE = 1024  # one more where kernels run: the products of 256 tokens leave half of a GPU without work
-# What a piece costs besides its tokens, in tokens, as the weights are read again: an H200 reads those of 8B parameters in the
-# time in which it multiplies 170 tokens with them.
-OF_PIECE, OF_LARGE = 48, 170
+# What a piece costs besides its tokens, in tokens, by the largest size: the weights are read again. An H200 reads those of 8B
+# parameters in the time in which it multiplies 170 tokens with them, and a CPU those of SmolLM2-135M in that of 8.
+OF_PIECE = {128: 8, 256: 48, LARGE: 170}
 
 
 def sizes_for(platform: str, capability: tuple[int, int] | None = None) -> tuple[int, ...]:
     """Tokens of the prefill programs on a platform, and for a GPU of this compute capability.
 
     >>> sizes_for("cpu"), sizes_for("tpu"), sizes_for("cuda", (7, 5))
-    ((16, 64, 256), (16, 64, 256, 1024), (16, 64, 256))
+    ((16, 64, 128), (16, 64, 256, 1024), (16, 64, 256))
     """
+    if platform == "cpu":
+        return CPU_SIZES
     has_kernels = platform == "tpu" or (platform == "cuda" and (capability or LEAST_CAPABILITY) >= LEAST_CAPABILITY)
     return (*SIZES, LARGE) if has_kernels else SIZES
 
@@ -42,7 +45,7 @@ def cut(num_tokens: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """The sizes of the programs that a prompt passes through, the largest first.
 
     >>> cut(257, sizes_for("cpu")), cut(300, sizes_for("tpu")), cut(900, sizes_for("tpu"))
-    ((256, 16), (256, 64), (1024,))
+    ((128, 128, 16), (256, 64), (1024,))
     """
     full = max(0, num_tokens - 1) // sizes[-1]  # the prefix cache keeps whole pieces of the largest size
     return (sizes[-1],) * full + cheapest(num_tokens - full * sizes[-1], sizes)
@@ -53,7 +56,7 @@ def cheapest(num_tokens: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """The sizes that cost least for at most one piece of the largest size; few of them, if as much."""
     if num_tokens <= 0:
         return ()
-    of_piece = OF_LARGE if LARGE in sizes else OF_PIECE
+    of_piece = OF_PIECE[sizes[-1]]
     ways = [(size, *cheapest(num_tokens - size, sizes)) for size in reversed(sizes)]
     return min(ways, key=lambda way: (sum(way) + of_piece * len(way), len(way)))
 
@@ -70,7 +73,7 @@ def chunks(prompt: np.ndarray, sizes: tuple[int, ...]) -> Iterator[tuple[np.ndar
 
 
 def pages_to_read(num_slots: int, page_size: int, max_pages: int) -> int | None:
-    """Pages of a row with so many slots that a piece reads: one of a few numbers; None for all that a row can have.
+    """Pages of a row with so many slots that a piece gathers: one of a few numbers; None for all that a row can have.
 
     >>> [pages_to_read(slots, 16, 2048) for slots in (300, 1024, 1025, 4097, 20_000)]
     [64, 64, 256, 1024, None]

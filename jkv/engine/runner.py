@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jkv.cache.attention import reads_in_place
 from jkv.cache.pool import num_pages_of
 from jkv.checks import counted, size
 from jkv.engine import chunk_inputs, prefix_cache, programs, row_moves
@@ -48,7 +49,7 @@ from jkv.model.params import Model, Params
 from jkv.model.sampling import DRAWS
 from jkv.program_cache import keep_programs
 from jkv.reasoning.sentences import map_sentences
-from pallas_kernels.choice import lowest_capability
+from pallas_kernels.choice import choose, lowest_capability
 from pallas_kernels.dispatch import platform_of
 from pallas_kernels.quantised import Format
 
@@ -206,6 +207,10 @@ class Runner:
         # A longer request widens it to a power of two; then compaction compiles again.
         self._map_width = 1 << (min(config.max_positions, MAP_WIDTH) - 1).bit_length()
         cache = self.state.cache
+        query_shape = 1, self.prefill_sizes[0], config.num_query_heads, config.head_size
+        with choose(kernels):
+            query = jax.ShapeDtypeStruct(query_shape, model.params.embedding.dtype)
+            self._gathers_prompts = cache.tail is not None or not reads_in_place(cache.pool, query)
         row_arrays = *cache.beside, cache.query_ring, cache.pool.slot_data, cache.pool.vacant_slot
         self.meter = Meter(
             config,
@@ -391,7 +396,7 @@ class Runner:
         for token, count in chunk_inputs.chunks(tokens, self.prefill_sizes):
             yield int(count[0])
             num_pages = None
-            if done is not None:
+            if done is not None and self._gathers_prompts:
                 done += int(count[0])
                 num_pages = chunk_inputs.pages_to_read(
                     done, self.capacity.page_size, self.state.cache.pool.page_table.shape[-1]

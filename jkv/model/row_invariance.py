@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jkv.model.params import Params
 from pallas_kernels import KERNELS
 from pallas_kernels.choice import chosen
-from pallas_kernels.dispatch import best
+from pallas_kernels.dispatch import runs_native
 from pallas_kernels.quantised import Format
 
 VECTOR = 16  # numbers of the widest vectors
@@ -36,8 +36,5 @@ def holds(params: Params, kv_format: Any, num_rows: int) -> bool:
     logits = jax.ShapeDtypeStruct((num_rows, config.vocab_size), jnp.float32)
     calls = {"row_product": (x, params.embedding), "row_sum": (heads,), "log_softmax": (logits,)}
 
-    def is_native(kernel: str, *args: Any) -> bool:
-        name = chosen(kernel) or best(KERNELS[kernel].implementations, "cpu", *args)
-        return name == "native"
-
-    return chosen("paged_attention") in (None, "native") and all(is_native(kernel, *args) for kernel, args in calls.items())
+    is_native = (runs_native(kernel, KERNELS[kernel].implementations, *args) for kernel, args in calls.items())
+    return chosen("paged_attention") in (None, "native") and all(is_native)
