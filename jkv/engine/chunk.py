@@ -4,7 +4,7 @@
 of this file.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +27,7 @@ from jkv.model import decoder, sampling
 from jkv.model.params import Params
 from jkv.model.rotary import rotary_angle, rotation
 from jkv.model.sampling import SamplingRows
+from pallas_kernels.dispatch import possible_platforms
 
 TRACED = "dropped", "is_read", "steered"  # outputs of a chunk that are returned if samples are traced
 
@@ -68,6 +69,7 @@ class ChunkOutputs(NamedTuple):
     row_steps: Int[Array, " B"] | None = None  # steps that each row took part in; None where a step is a token
     drafted: Int[Array, " B"] | None = None  # guesses that were checked, likewise
     num_loops: Int[Array, ""] | None = None  # steps of the chunk, likewise
+    num_run: Int[Array, ""] | None = None  # of the chunk's steps, those that were run; None is all
 
 
 class Drawn(NamedTuple):
@@ -163,15 +165,41 @@ def decode_chunk(
         oldest, ring = jax.lax.optimization_barrier((oldest_queries(ring, num_seen), ring))
         state = state._replace(cache=state.cache._replace(query_ring=ring))
     start = state, is_active, inputs.remaining, {name: part.begin(carried) for name, part in parts.items()}
-    (state, is_running, _, carries), out = jax.lax.scan(step, start, length=num_steps)
+    (state, is_running, _, carries), out, num_run = run_steps(step, start, num_steps)
     if state.cache.tail is not None:
         state = state._replace(cache=state.cache._replace(pool=sealed_pages.seal_filled(state.cache, num_seen)))
     ring = state.cache.query_ring
     if ring is not None and oldest is not None:
         ring = put_back(ring, oldest, num_seen, ~is_active)
         state = state._replace(cache=state.cache._replace(query_ring=ring))
-    outputs = ChunkOutputs(held_pages=pages.held_pages(state.cache.pool), is_running=is_running, **out)
+    outputs = ChunkOutputs(held_pages=pages.held_pages(state.cache.pool), is_running=is_running, num_run=num_run, **out)
     return state, outputs, carried_on(inputs, carries)
+
+
+def run_steps(
+    step: Callable[[Any, None], tuple[Any, dict[str, Array]]], start: tuple[Any, ...], num_steps: int
+) -> tuple[Any, dict[str, Array], Int[Array, ""] | None]:
+    """What the last of some steps carries on, their outputs, and how many were run; None is all.
+
+    Where the device itself decides whether a loop goes on, it ends once no row is active (`start[1]`, [B]); the outputs of later
+    steps are zeros. A GPU would ask the host after each step, and runs all of them.
+    """
+    if "cuda" in possible_platforms():
+        return *jax.lax.scan(step, start, length=num_steps), None
+
+    def goes_on(loop: tuple[Any, ...]) -> Array:
+        number, carry, _ = loop
+        return (number < num_steps) & carry[1].any()
+
+    def body(loop: tuple[Any, ...]) -> tuple[Any, ...]:
+        number, carry, kept = loop
+        carry, out = step(carry, None)
+        return number + 1, carry, jax.tree.map(lambda all_steps, one: all_steps.at[number].set(one), kept, out)
+
+    shapes = jax.eval_shape(step, start, None)[1]
+    kept = jax.tree.map(lambda x: jnp.zeros((num_steps, *x.shape), x.dtype), shapes)
+    num_run, carry, kept = jax.lax.while_loop(goes_on, body, (jnp.int32(0), start, kept))
+    return carry, kept, num_run
 
 
 def carried_on(inputs: ChunkInputs, carries: Mapping[str, Any]) -> Carried:

@@ -66,7 +66,7 @@ class Flight:
     Attributes:
       rows: the samples that it decodes, by row.
       outputs: a `ChunkOutputs` on the device.
-      num_steps: its decode steps.
+      num_steps: its decode steps; once it is read, those that were run.
       version: of the weights that run it.
       scores: the kinds of scores (`Evict.kinds`) of compactions before it: whose they are, and the counts on the device.
       compactions: those dispatched after it before it was read: the sample and what `Runner._compact_row` returned.
@@ -482,6 +482,8 @@ class Runner:
         for (owner, _), kinds in zip(flight.scores, scores, strict=True):
             accuse(owner, kinds[0])
         self.held.clear()
+        if outputs.num_run is not None:
+            flight.num_steps = int(outputs.num_run)
         self.meter.peak(max(map(int, held), default=0))
         if self.drafter is not None:
             self.meter.speculated(flight.rows, outputs)

@@ -395,14 +395,14 @@ class Meter:
         stats.compaction.add(time.perf_counter() - began - (COMPILING.seconds - compiled))
 
     def chunk(self, held: int, num_steps: int, num_tokens: int) -> None:
-        """Counts a decode chunk of `num_steps`, after which the pool holds `held` pages."""
+        """Counts a decode chunk that has run `num_steps`, after which the pool holds `held` pages."""
         stats, rows = self.stats, len(self.running)
         counts = [self._held_and_seen(sample) for sample in self.running.values()]
         saved = 1 - sum(held for held, _ in counts) / max(sum(seen for _, seen in counts), 1)
         stats.row_steps += num_steps * self.max_running
         stats.tokens += num_tokens
         stats.steps += num_steps
-        stats.amsr += (saved - stats.amsr) * num_steps / stats.steps
+        stats.amsr += (saved - stats.amsr) * num_steps / max(stats.steps, 1)
         kv_bytes = held * self.page_bytes + self.row_bytes
         stats.kv_bytes += (kv_bytes - stats.kv_bytes) / (stats.chunks + 1)
         held_by_rows = held * self.page_bytes + self.row_bytes * rows / self.max_running
