@@ -291,7 +291,7 @@ class PrefillAttention(NamedTuple):
     def read_gathered(
         self, layer: int, query: Float[Array, "1 T N H"], pool: Pool, sink: Float[Array, " N"] | None, adds_mass: bool
     ) -> tuple[Float[Array, "1 T N H"], Pool]:
-        """The attention of the chunk's tokens to the row's slots, gathered; and the pool, with their mass if a policy needs it."""
+        """The attention of the chunk's tokens to the row's slots, gathered; and the pool, with their mass if it keeps that."""
         length = pool.length.at[layer, self.row].add(self.num_new[:, None])
         key_1KSH, value_1KSH, begin_1KS = pages.gather(pool.replace(length=length), layer, self.row, self.num_pages)
         out = kernels.replay_attention(

@@ -181,8 +181,8 @@ def run_steps(
 ) -> tuple[Any, dict[str, Array], Int[Array, ""] | None]:
     """What the last of some steps carries on, their outputs, and how many were run; None is all.
 
-    Where the device itself decides whether a loop goes on, it ends once no row is active (`start[1]`, [B]); the outputs of later
-    steps are zeros. A GPU would ask the host after each step, and runs all of them.
+    Where the device itself decides whether a loop goes on, it ends once no row is active (`start[1]`, [B]); the outputs of
+    later steps are zeros. A GPU would ask the host after each step, and runs all of them.
     """
     if "cuda" in possible_platforms():
         return *jax.lax.scan(step, start, length=num_steps), None

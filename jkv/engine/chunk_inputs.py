@@ -24,9 +24,9 @@ SIZES = (16, 64, 256)  # tokens of a prefill program
 CPU_SIZES = (16, 64, 128)  # 256 tokens take as long as twice 128, and the prefix cache finds pieces of the largest size
 LEAST_SLOTS = 1024  # of a row that a piece gathers; more, by a factor of four each, where it holds more
 LARGE = 1024  # one more where kernels run: the products of 256 tokens leave half of a GPU without work
-# What a piece costs besides its tokens, in tokens, by the largest size: the weights are read again. An H200 reads those of 8B
-# parameters in the time in which it multiplies 170 tokens with them, and a CPU those of SmolLM2-135M in that of 8.
-OF_PIECE = {128: 8, 256: 48, LARGE: 170}
+# What a piece costs besides its tokens, in tokens, as the weights are read again: an H200 reads those of 8B parameters in the
+# time in which it multiplies 170 tokens with them, and a CPU those of SmolLM2-135M in that of 8.
+OF_PIECE, OF_LARGE, OF_CPU = 48, 170, 8
 
 
 def sizes_for(platform: str, capability: tuple[int, int] | None = None) -> tuple[int, ...]:
@@ -56,7 +56,7 @@ def cheapest(num_tokens: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """The sizes that cost least for at most one piece of the largest size; few of them, if as much."""
     if num_tokens <= 0:
         return ()
-    of_piece = OF_PIECE[sizes[-1]]
+    of_piece = OF_CPU if sizes == CPU_SIZES else OF_LARGE if LARGE in sizes else OF_PIECE
     ways = [(size, *cheapest(num_tokens - size, sizes)) for size in reversed(sizes)]
     return min(ways, key=lambda way: (sum(way) + of_piece * len(way), len(way)))
 

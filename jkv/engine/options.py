@@ -77,8 +77,8 @@ class EngineOptions:
         SnapKV. `generate` and `Rollout` set it.
       chunk: the most decode steps between two reads of the device by the host: 16, 8, 4, 2 or 1.
       prefill_tokens: the most tokens of prompts that are prefilled between two chunks while rows decode, but at least one piece
-        (of 256 tokens, or 1,024 where kernels run); None is two pieces. Chunks have at most 8 steps meanwhile. So no row waits
-        for a long prompt. Tokens do not depend on it.
+        (of 128 tokens on a CPU, or 1,024 where kernels run); None is two pieces. Chunks have at most 8 steps meanwhile. So no
+        row waits for a long prompt. Tokens do not depend on it.
       first_chunk: the most decode steps of a chunk in which a row draws its first token: 16, 8, 4, 2 or 1. Fewer bring that
         token sooner to whoever reads along, and take more reads by the host, and more programs. None is as many as of other
         chunks; `jkv serve` sets 2.

@@ -27,7 +27,8 @@ def of_layer(
         return run(query, kv, *cut(*tables), with_logits=with_logits)
 
     def why_not_cut(query: Any, kv: Any, *tables: Any, with_logits: bool = False) -> str | None:
-        return why_not(query, kv, *jax.eval_shape(cut, *tables), with_logits=with_logits) if why_not else None
+        of_one = cut(*tables) if len(tables) < 4 else jax.eval_shape(cut, *tables)
+        return why_not(query, kv, *of_one, with_logits=with_logits) if why_not else None
 
     return Implementation(
         **by_row(cut_and_run, why_not_cut), platform=platform, reads_codes=reads_codes, reads_groups=reads_groups
@@ -53,7 +54,8 @@ def by_row(run: Callable[..., Any], why_not: Callable[..., str | None] | None = 
     def why_not_rows(query: Any, kv: Any, page_table: Any, *rest: Any, with_logits: bool = False) -> str | None:
         if why_not is None:
             return None
-        shape = jax.eval_shape(functools.partial(rows, num_rows=page_table.shape[-2]), query)
+        num_rows = page_table.shape[-2]
+        shape = query if query.ndim == 3 else jax.eval_shape(functools.partial(rows, num_rows=num_rows), query)
         return why_not(shape, kv, page_table, *rest, with_logits=with_logits)
 
     return {"run": run_rows, "why_not": why_not_rows}

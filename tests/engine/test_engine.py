@@ -511,3 +511,21 @@ def test_a_sample_that_never_started_saves_no_pages(model):
     engine.run()
     assert engine.result(never).stats.final_amsr == 0
     assert engine.result(first).stats.final_amsr == 0
+
+
+@pytest.mark.parametrize("policy", [jkv.full(), jkv.h2o(budget=8)], ids=repr)
+def test_a_chunk_ends_with_its_last_row(model, policy):
+    """Requests of one, three and nine tokens end after nine steps of sixteen, with what chunks of one step give them."""
+    outs = {}
+    for chunk in (16, 1):
+        engine = Engine(model, max_running=4, max_slots=64, page_size=4, chunk=chunk, policies=[policy], return_trace=True)
+        limits = {"policy": policy, "stop_ids": (), "sampling": jkv.Sampling(seed=3)}
+        tickets = [engine.submit([5, 6, 7, number], max_new_tokens=number, **limits) for number in (1, 3, 9)]
+        engine.run()
+        assert engine.stats.steps == 9
+        assert engine.stats.occupancy == 13 / 36
+        outs[chunk] = [engine.result(ticket) for ticket in tickets]
+    for one, other in zip(*outs.values(), strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        np.testing.assert_array_equal(one.logprobs, other.logprobs)
+        np.testing.assert_array_equal(one.trace.end, other.trace.end)
