@@ -4,7 +4,7 @@ Jobs come as lines of JSON on standard input, and what they took goes back as li
 same weights in float32, the same prompts as token ids, all cores, and greedy decoding:
 
 - `jkv`: `jkv.generate`, all prompts in one batch;
-- `transformers`: `generate`, all prompts in one batch, padded on the left;
+- `transformers`: `generate`, all prompts in one batch, padded on the left, or one after the other (`job["alone"]`);
 - `kvpress`: its text-generation pipeline with a `DecodingPress`, which takes one sequence at a time.
 """
 
@@ -56,8 +56,9 @@ def peak_rss() -> int:
 
 
 def with_jkv(name: str) -> Decode:
-    """`jkv.generate`; `job["policy"]` names one, with its settings."""
+    """`jkv.generate`; `job["policy"]` names one, with its settings; `job["guesses"]` are those that `jkv.ngram` makes in a step."""
     from jkv.checkpoints.loading import load
+    from jkv.engine.drafters import ngram
     from jkv.engine.results import complete
     from jkv.generate import generate
     from research.bench.kvpress_scores import policy_of
@@ -72,7 +73,8 @@ def with_jkv(name: str) -> Decode:
             sampling=GREEDY,
             max_new_tokens=job["new_tokens"],
             stop_ids=() if job["forced"] else None,
-            max_running=len(job["prompts"]),
+            max_running=1 if job.get("alone") else len(job["prompts"]),
+            speculate=ngram(job["guesses"]) if "guesses" in job else None,
             progress=False,
         )
         tokens = [row[:length].tolist() for row, length in zip(complete(out).tokens, out.lengths, strict=True)]
@@ -127,23 +129,33 @@ def static_bytes(config: Any, batch: int, length: int) -> int:
 
 
 def with_transformers(name: str) -> Decode:
-    """`generate` on a padded batch; `job["attention"]` is "sdpa" or "eager", `job["cache"]` "dynamic" or "static"."""
+    """`generate` on a padded batch; `job["attention"]` is "sdpa" or "eager", `job["cache"]` "dynamic" or "static".
+
+    `job["guesses"]` is how many its prompt lookup makes in a step, which takes one sequence at a time.
+    """
     import torch
 
     models = {attention: torch_model(name, attention) for attention in ("sdpa", "eager")}
 
     def decode(job: dict[str, Any]) -> tuple[Tokens, int]:
-        model, prompts, limit = models[job["attention"]], job["prompts"], job["new_tokens"]
+        if not job.get("alone"):
+            return decode_batch(job, job["prompts"])
+        parts = [decode_batch(job, [prompt]) for prompt in job["prompts"]]
+        return [row for rows, _ in parts for row in rows], max(peak for _, peak in parts)
+
+    def decode_batch(job: dict[str, Any], prompts: Tokens) -> tuple[Tokens, int]:
+        model, limit = models[job["attention"]], job["new_tokens"]
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         ends: Any = {"min_new_tokens": limit, "eos_token_id": None} if job["forced"] else {}
         is_static = job["cache"] == "static"
         cache = recording_cache() if job.get("records") and not is_static else None
+        guesses: Any = {"prompt_lookup_num_tokens": job["guesses"]} if "guesses" in job else {}
         kept: Any = {"cache_implementation": "static"} if is_static else {} if cache is None else {"past_key_values": cache}
         with torch.inference_mode():
             out = model.generate(
-                ids, attention_mask=mask, max_new_tokens=limit, do_sample=False, pad_token_id=0, **ends, **kept
+                ids, attention_mask=mask, max_new_tokens=limit, do_sample=False, pad_token_id=0, **ends, **kept, **guesses
             )
         rows = out[:, width:].tolist()
         peak = static_bytes(model.config, len(prompts), width + limit) if is_static else 0 if cache is None else cache.peak

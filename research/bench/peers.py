@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jkv.bench import speculate
 from jkv.bench.rounds import in_turns, median_and_spread
 from jkv.checkpoints import loading as checkpoint
 from jkv.checks import install
@@ -29,6 +30,7 @@ from research.bench.peer_worker import Tokens
 NEEDED = {"jkv": "jax", "transformers": "torch", "kvpress": "kvpress"}  # packages, by contender
 PRESSES = {"SnapKV": "snap_kv", "KeyDiff": "key_diff", "Knorm": "knorm"}  # the same method here
 LONGEST = 1024  # tokens of an answer
+GUESSES = 3  # a step, by `jkv.ngram` and by prompt lookup
 TASK = "tiny-reasoner"  # whose answers can be graded
 SUBJECTS = (
     "the tides",
@@ -130,6 +132,10 @@ def measure(
             for group, count, entries in groups:
                 common = {"prompts": prompts[:count], "new_tokens": new_tokens, "forced": True}
                 records += compared(running, entries, common, rounds, {"model": loaded.name, "group": group}, report)
+            texts = [list(map(int, one)) for one in encode_prompts(loaded, next(iter(speculate.texts_of(loaded).values()))[:4])]
+            common, about = {"prompts": texts, "new_tokens": new_tokens, "forced": True}, {"group": "guesses, one by one"}
+            entries = guess_entries(running, fastest)
+            records += compared(running, entries, common, rounds, {"model": loaded.name} | about, report)
             if chosen:
                 common = {"prompts": prompts[:problems], "new_tokens": LONGEST, "forced": False}
                 about = {"model": loaded.name, "group": f"{problems} problems"}
@@ -190,6 +196,17 @@ def full_entries(running: Mapping[str, Process], fastest: Mapping[str, dict[str,
     return [Entry("jkv", "full", {"policy": "full"}), *peers]
 
 
+def guess_entries(running: Mapping[str, Process], fastest: Mapping[str, dict[str, str]]) -> list[Entry]:
+    """Full caches on texts that repeat themselves, one after the other, without guesses and with them."""
+    entries = []
+    for method, guesses in (("full", {}), ("full, guesses", {"guesses": GUESSES})):
+        entries.append(Entry("jkv", method, {"policy": "full", "alone": True} | guesses))
+        if "transformers" in running:  # whose prompt lookup takes back what was wrong, which no static cache can
+            attention = fastest["transformers"]["attention"]
+            entries.append(Entry("transformers", method, {"attention": attention, "cache": "dynamic", "alone": True} | guesses))
+    return entries
+
+
 def budget_entries(
     running: Mapping[str, Process], fastest: Mapping[str, dict[str, str]], settings: Mapping[str, int]
 ) -> list[Entry]:
@@ -213,7 +230,7 @@ def contest(
     held = {}
     for i, entry in enumerate(entries):
         first = dict(common) | entry.job | {"records": True}
-        if entry.library == "kvpress":  # one sequence at a time: the first one warms it
+        if entry.library == "kvpress" or entry.job.get("alone"):  # one sequence at a time: the first one warms it
             first["prompts"] = first["prompts"][:1]
         answer = running[entry.library].do(first)
         at_a_time = len(first["prompts"])
