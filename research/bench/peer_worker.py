@@ -56,7 +56,7 @@ def peak_rss() -> int:
 
 
 def with_jkv(name: str) -> Decode:
-    """`jkv.generate`; `job["policy"]` names one, with its settings; `job["guesses"]` are those that `jkv.ngram` makes in a step."""
+    """`jkv.generate`; `job["policy"]` names one, with its settings; `job["guesses"]` is for `jkv.ngram`."""
     from jkv.checkpoints.loading import load
     from jkv.engine.drafters import ngram
     from jkv.engine.results import complete
