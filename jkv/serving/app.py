@@ -3,12 +3,13 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,11 @@ from jkv.engine.results import Result
 from jkv.engine.service import Service, Ticket
 from jkv.errors import InputError
 from jkv.model.params import Model
+from jkv.serving import messages_api, responses_api
 from jkv.serving.about import About
 from jkv.serving.access import Access
-from jkv.serving.conversations import Conversations, Stored
-from jkv.serving.errors import RefusalError, error_body, refusal_of
+from jkv.serving.conversations import Answers, Conversations, Stored
+from jkv.serving.errors import RefusalError, error_at, error_body, refusal_of
 from jkv.serving.jobs import Encoder, Job, fitted, gathered, make_job, make_turn, until_gone, when_all_end
 from jkv.serving.metrics import Metrics
 from jkv.serving.options import ServerOptions
@@ -39,11 +41,12 @@ from jkv.serving.requests import (
     CompletionFields,
     F,
     TemplateFields,
+    TokenizeFields,
     ignored_of,
     parse,
     read_fields,
 )
-from jkv.serving.responses import Head, Likely, failure_of, reason_of, whole
+from jkv.serving.responses import Head, Likely, Writer, failure_of, reason_of, whole
 from jkv.serving.scoring import PromptScorer
 from jkv.serving.streaming import EventStream, stream
 
@@ -90,6 +93,7 @@ class Server:
         self.unfinished: dict[Ticket, int] = {}  # and how many samples each has
         self.cancels = set[Callable[[], None]]()  # of open calls
         self.conversations = Conversations(options, self.metrics.count_forgotten)
+        self.answers = Answers(options)
         self.scorer = PromptScorer(options.time_limit)
         self.access = Access(options.keys, options.trainer_key, options.hosts)
 
@@ -104,29 +108,109 @@ class Server:
         """`/v1/chat/completions` and `/v1/completions`."""
         kind, name = KINDS[request.url.path]
         fields = await self.read(kind, request)
-        headers = request.state.headers
+        head = self.head(name)
+        writer = Writer(head, functools.partial(whole, self.model, head), functools.partial(stream, self.model, head))
+        return await self.answer(request, fields, writer)
+
+    async def respond(self, request: Request) -> Response:
+        """`/v1/responses`. Without `store`, a response is stored as OpenAI does it, where it can be."""
+        request.state.names = responses_api.NAMES
+        asked = responses_api.read(await self.read_body(request))
+        fields = self.fields_of(ChatFields, asked.chat, request, responses_api.NAMES)
+        may_store = asked.stores is None and self.options.max_conversations > 0 and not fields.stop_strings
+        if (last := self.last_of(fields)) is not None:
+            responses_api.check_instructions(asked, last.messages)
+
+        def unstored(error: InputError) -> ChatFields | None:
+            return fields if may_store and error.field == "keep" else None
+
+        head = self.head("response")
+        writer = responses_api.ResponseWriter(self.model, head, asked, self.answers.add)
+        first = dataclasses.replace(fields, store=True) if may_store else fields
+        return await self.answer(request, first, Writer(head, writer.whole, writer.stream), unstored)
+
+    async def send_message(self, request: Request) -> Response:
+        """`/v1/messages`. As Anthropic has it, a message whose limit is beyond the model's context ends with the context."""
+        request.state.names = messages_api.NAMES
+        body = await self.read_body(request)
+        fields = self.fields_of(
+            ChatFields, messages_api.chat_body(body), request, messages_api.NAMES, messages_api.unread(body)
+        )
+        head, reasons = self.head("message"), dict(messages_api.REASONS)
+
+        def shorter(error: InputError) -> ChatFields | None:
+            if error.code != "does_not_fit" or "asked" not in error.values:
+                return None
+            reasons["length"] = messages_api.WINDOW
+            return dataclasses.replace(fields, max_tokens=None)
+
+        writer = messages_api.MessageWriter(self.model, head, fields.stop_strings, reasons)
+        return await self.answer(request, fields, Writer(head, writer.whole, writer.stream), shorter)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """`/v1/messages/count_tokens`."""
+        request.state.names = messages_api.NAMES
+        body = messages_api.chat_body(await self.read_body(request), counts=True)
+        fields = self.fields_of(TokenizeFields, body, request, messages_api.NAMES)
+        self.check_model(fields.model)
+        return JSONResponse({"input_tokens": len(await asyncio.to_thread(self.encoder.tokenize, fields))})
+
+    async def stored_response(self, request: Request) -> Response:
+        """`GET` and `DELETE` of `/v1/responses/{id}`."""
+        name = request.path_params["name"]
+        response = self.answers.find(name)
+        if request.method != "DELETE":
+            return JSONResponse(response)
+        self.answers.forget(name)
+        self.conversations.forget(name)
+        return JSONResponse({"id": name, "object": "response", "deleted": True})
+
+    def head(self, kind: str) -> Head:
+        """What the answer to a call begins with."""
+        return Head(kind, self.name, "abort" if self.options.abort_reason else "length")
+
+    async def answer(
+        self,
+        request: Request,
+        fields: ChatFields | CompletionFields,
+        writer: Writer,
+        lesser: Callable[[InputError], ChatFields | None] = lambda error: None,
+    ) -> Response:
+        """Serves a call.
+
+        Args:
+          request: the HTTP request.
+          fields: of the call.
+          writer: writes its answer.
+          lesser: what is served where the engine refuses `fields`, for an error; None raises it.
+        """
+        headers, head = request.state.headers, writer.head
         if fields.request_id is not None:
             headers["x-request-id"] = id_of(request, fields.request_id)
         self.check_model(fields.model)
         fields.check_format(self.service.engine.options.kv_dtype)
         self.check_room(fields.n)
-        head = Head(name, self.name, "abort" if self.options.abort_reason else "length")
         last = self.last_of(fields)
-        job = await self.make_job(fields, last)
+        try:
+            job = await self.make_job(fields, last)
+        except InputError as error:
+            if (less := lesser(error)) is None:
+                raise
+            job = await self.make_job(less, last)
         if job.row is None and (piece := max((group[0].first for group in job.groups), default=0)):
             headers["x-jkv-prompt-piece"] = str(piece)
         self.check_room(job.num_open)
         tickets = self.submit(job, head, last)
         finish = self.begin(request, job, tickets, headers["x-request-id"])
         if fields.stream:
-            return EventStream(stream(self.model, head, job, tickets), finish, headers, self.options.send_seconds)
+            return EventStream(writer.stream(job, tickets), finish, headers, self.options.send_seconds)
         try:
             results, scores = await until_gone(request, asyncio.gather(gathered(tickets), self.score(job)))
         finally:
             finish()
         if failure := failure_of(results):
             raise RefusalError(500, failure)
-        return JSONResponse(whole(self.model, head, job, results, scores), headers=headers)
+        return JSONResponse(writer.whole(job, results, scores), headers=headers)
 
     def last_of(self, fields: ChatFields | CompletionFields) -> Stored | None:
         """The response that a call continues, if it continues one."""
@@ -227,11 +311,22 @@ class Server:
 
     async def read(self, kind: type[F], request: Request) -> F:
         """The fields of a request's body; a header of the answer names those that are ignored."""
-        body = renamed(await self.read_body(request), issubclass(kind, TemplateFields))
-        if ignored := ignored_of(kind, body):
+        return self.fields_of(kind, await self.read_body(request), request)
+
+    def fields_of(
+        self,
+        kind: type[F],
+        body: Mapping[str, Any],
+        request: Request,
+        names: Mapping[str, str] | None = None,
+        unread: Sequence[str] = (),
+    ) -> F:
+        """The fields of a body; `names` are those of another API for them, and `unread` its fields that are ignored."""
+        body = renamed(body, issubclass(kind, TemplateFields))
+        if ignored := [*ignored_of(kind, body), *unread]:
             request.state.headers["x-jkv-ignored"] = header_of(ignored)
         fields = read_fields(kind, body)
-        request.state.names = fields.names
+        request.state.names = {**fields.names, **(names or {})}
         return fields
 
     def check_model(self, name: str | None) -> None:
@@ -315,7 +410,7 @@ class Server:
             self.metrics.count_refusal(status)
             record = {"id": headers["x-request-id"], "status": status, "field": param if param in KNOWN else None}
             LOGGER.info("%s %s", shown(request.url.path), json.dumps(record))  # without the message, which may quote the text
-            return JSONResponse(error_body(status, str(refusal), param, refusal.code), status, headers)
+            return JSONResponse(error_at(request.url.path, status, str(refusal), param, refusal.code), status, headers)
 
         return answer
 
@@ -326,6 +421,10 @@ def make_app(service: Service, options: ServerOptions | None = None) -> Starlett
     about = About(server)
     routes = [
         *(Route(path, server.guarded(server.complete), methods=["POST"]) for path in KINDS),
+        Route("/v1/responses", server.guarded(server.respond), methods=["POST"]),
+        Route("/v1/responses/{name}", server.guarded(server.stored_response), methods=["GET", "DELETE"]),
+        Route("/v1/messages", server.guarded(server.send_message), methods=["POST"]),
+        Route("/v1/messages/count_tokens", server.guarded(server.count_tokens), methods=["POST"]),
         Route("/v1/models", server.guarded(about.models)),
         Route("/v1/models/{name:path}", server.guarded(about.one_model)),
         *(Route(path, server.guarded(absent(why)), methods=["POST"]) for path, why in ABSENT.items()),
@@ -350,12 +449,13 @@ def make_app(service: Service, options: ServerOptions | None = None) -> Starlett
         hint = "" if request.url.path.startswith("/v1/") else " OpenAI's endpoints are below /v1."
         message = f"{request.method} {request.url.path}: {error.detail}.{hint if error.status_code == 404 else ''}"
         headers = {"x-request-id": id_of(request, None)} | dict(error.headers or {})
-        return JSONResponse(error_body(error.status_code, message, is_own=True), error.status_code, headers)
+        body = error_at(request.url.path, error.status_code, message, is_own=True)
+        return JSONResponse(body, error.status_code, headers)
 
     pages = Middleware(
         CORSMiddleware,
         allow_origins=server.options.origins,
-        allow_methods=("GET", "POST"),
+        allow_methods=("DELETE", "GET", "POST"),
         allow_headers=("*",),
         expose_headers=EXPOSED,
     )

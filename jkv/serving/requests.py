@@ -508,10 +508,7 @@ def read_fields(kind: type[F], body: Mapping[str, Any]) -> F:
     settings: dict[str, Any] = {}
     for name, value in body.items():
         if name in REFUSED and name not in known:
-            neutral, why = REFUSED[name]
-            if value is not None and value != neutral:
-                rule = "{field} is not served, because {why}; got {got}. Leave it out."
-                raise InputError(rule, field=name, code="unsupported", why=why, got=shown(value))
+            check_neutral(name, value, *REFUSED[name])
         elif name == "best_of" and "n" in known:
             if value is not None and value != (body.get("n") or 1):
                 rule = "{field} must be n, as all n samples are returned; got {got}. Leave it out."
@@ -534,6 +531,13 @@ def read_fields(kind: type[F], body: Mapping[str, Any]) -> F:
     if settings:
         given["settings"] = settings
     return kind(**given)
+
+
+def check_neutral(name: str, value: Any, neutral: Any, why: str) -> None:
+    """Refuses a field that is not served, but for the value that changes nothing."""
+    if value is not None and value != neutral:
+        rule = "{field} is not served, because {why}; got {got}. Leave it out."
+        raise InputError(rule, field=name, code="unsupported", why=why, got=shown(value))
 
 
 def lenient(value: Any, wanted: Any) -> Any:
