@@ -32,7 +32,7 @@ from jkv.serving.access import Access
 from jkv.serving.conversations import Answers, Conversations, Stored
 from jkv.serving.errors import RefusalError, error_at, error_body, refusal_of
 from jkv.serving.jobs import Encoder, Job, fitted, gathered, make_job, make_turn, until_gone, when_all_end
-from jkv.serving.metrics import Metrics
+from jkv.serving.metrics import Metrics, until_first
 from jkv.serving.options import ServerOptions
 from jkv.serving.other_names import renamed
 from jkv.serving.requests import (
@@ -269,7 +269,7 @@ class Server:
 
     def begin(self, request: Request, job: Job, tickets: Sequence[Ticket], name: str) -> Callable[[], None]:
         """Counts a call as open and starts its clock; returns what must be called at its end, whatever ends it."""
-        began, count = time.perf_counter(), job.num_open
+        count = job.num_open
         self.num_open += count
         self.unfinished.update(zip(tickets, map(len, job.groups), strict=True))
 
@@ -287,7 +287,7 @@ class Server:
             self.num_open -= count
             for ticket in tickets:
                 self.unfinished.pop(ticket)
-            seconds = time.perf_counter() - began
+            seconds = time.perf_counter() - request.state.arrival
             when_all_end(tickets, lambda: self.record(request, name, job, tickets, seconds))
 
         return finish
@@ -302,8 +302,8 @@ class Server:
         """Counts and logs a call whose requests have all ended."""
         results = [ticket.result() for ticket in tickets if not ticket.exception()]
         for result in results:
-            self.metrics.count_result(result, job.fields.n, job.fields.limit)
-        LOGGER.info(log_line(request.url.path, name, request.state.key, job, results, seconds))
+            self.metrics.count_result(result, job.fields.n, job.fields.limit, request.state.arrival)
+        LOGGER.info(log_line(request, name, job, results, seconds))
 
     def num_unbegun(self) -> int:
         """Samples that were submitted, and that the engine has not taken yet."""
@@ -389,6 +389,7 @@ class Server:
         """An endpoint that answers with an error in OpenAI's shape, and asks for a key, or the trainer's, unless it is open."""
 
         async def answer(request: Request) -> Response:
+            request.state.arrival = time.perf_counter()
             request.state.headers, request.state.names = {"x-request-id": id_of(request, None)}, {}
             try:
                 self.access.check_host(request.headers)
@@ -492,8 +493,9 @@ def header_of(names: Sequence[str]) -> str:
     return ", ".join(safe)
 
 
-def log_line(path: str, name: str, key: str, job: Job, results: Sequence[Result], seconds: float) -> str:
-    """A request in one line, without its text; `key` is the name of its key."""
+def log_line(request: Request, name: str, job: Job, results: Sequence[Result], seconds: float) -> str:
+    """A request in one line, without its text; seconds count from its arrival."""
+    key, samples = request.state.key, [sample for result in results for sample in result.samples]
     end = "error" if job.groups else "length"  # without a result, where nothing was asked for or all failed
     record = {
         "id": name,
@@ -503,7 +505,7 @@ def log_line(path: str, name: str, key: str, job: Job, results: Sequence[Result]
         "finish": sorted({reason_of(reason) or "" for result in results for reason in result.finish_reason} or {end}),
         "policy": job.groups[0][0].policy.name if job.groups else None,
         "seconds": round(seconds, 3),
-        "first_token": round(max((s.first_seconds for result in results for s in result.samples), default=0.0), 3),
-        "evicted": round(sum(s.evicted for result in results for s in result.samples)),
+        "first_token": round(max((until_first(sample, request.state.arrival) for sample in samples), default=0.0), 3),
+        "evicted": round(sum(sample.evicted for sample in samples)),
     }
-    return f"{path} {json.dumps(record)}"
+    return f"{request.url.path} {json.dumps(record)}"

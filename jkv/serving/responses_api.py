@@ -96,6 +96,8 @@ def read(body: Mapping[str, Any]) -> Asked:
     if instructions and body.get("previous_response_id") is None:
         messages.insert(0, {"role": "system", "content": instructions})
     check_metadata(body.get("metadata"))
+    reasoning = typed("reasoning", body.get("reasoning"), dict | None) or {}
+    typed("reasoning.effort", reasoning.get("effort"), str | None)
     stores = typed("store", body.get("store"), bool | None)
     chat = {
         **given,
@@ -349,7 +351,6 @@ class ResponseWriter:
         """A response; what the client sent, and what it did not send has the value that is in effect."""
         fields, given = chat_of(job), self.asked.body
         sampling = job.groups[0][0].sampling
-        reasoning = given["reasoning"] if isinstance(given.get("reasoning"), dict) else {}
         return {
             "id": self.head.id,
             "object": "response",
@@ -366,7 +367,7 @@ class ResponseWriter:
             "output": [],
             "parallel_tool_calls": fields.parallel_tool_calls,
             "previous_response_id": fields.previous_response_id,
-            "reasoning": {"effort": fields.reasoning_effort, "summary": reasoning.get("summary")},
+            "reasoning": {"effort": fields.reasoning_effort, "summary": (given.get("reasoning") or {}).get("summary")},
             "store": fields.store,
             "temperature": sampling.temperature,
             "text": {"format": {"type": "text"}} | (given.get("text") or {}),
