@@ -49,6 +49,7 @@ from jkv.serving.requests import (
 from jkv.serving.responses import Head, Likely, Writer, failure_of, reason_of, whole
 from jkv.serving.scoring import PromptScorer
 from jkv.serving.streaming import EventStream, stream
+from jkv.serving.warm_up import WarmUp
 
 LOGGER = logging.getLogger("jkv.serving")
 RETRY_SECONDS = 1  # after which a client that was refused may try again
@@ -95,6 +96,7 @@ class Server:
         self.conversations = Conversations(options, self.metrics.count_forgotten)
         self.answers = Answers(options)
         self.scorer = PromptScorer(options.time_limit)
+        self.warm_up: WarmUp | None = None  # which must be done before requests are served
         self.access = Access(options.keys, options.trainer_key, options.hosts)
 
     @property
@@ -365,6 +367,8 @@ class Server:
 
     async def health(self, request: Request) -> Response:
         """`/health` and `/ping`: 200 as long as requests are served."""
+        if self.warm_up is not None:
+            self.warm_up.check()
         failure = self.service.failure
         return JSONResponse(error_body(503, failure), 503) if failure else Response()
 
@@ -394,6 +398,8 @@ class Server:
             try:
                 self.access.check_host(request.headers)
                 request.state.key = "" if is_open else self.access.name_of(request.headers, is_trainer)
+                if self.warm_up is not None and not is_open:
+                    self.warm_up.check()
                 response = await endpoint(request)
                 for name, value in request.state.headers.items():
                     response.headers.setdefault(name, value)

@@ -20,8 +20,8 @@ from jkv.errors import CODES
 from jkv.serving.errors import TOO_LONG
 from jkv.serving.options import ServerOptions
 from jkv.serving.requests import CompletionFields, policy_of
-from jkv.serving.run import warm_up
 from jkv.serving.streaming import EventStream
+from jkv.serving.warm_up import WarmUp
 
 httpx = pytest.importorskip("httpx")
 
@@ -274,7 +274,7 @@ def test_a_warm_server_compiles_nothing_and_has_counted_nothing(chat_model):
     policies = [jkv.r_kv(**SETTINGS)]
     engine = jkv.Engine(chat_model, max_running=3, max_slots=96, chunk=8, policies=policies)  # nobody else has these programs
     with jkv.Service(engine) as service:
-        warm_up(service, jkv.r_kv(**SETTINGS), is_whole=False)
+        WarmUp(service, jkv.r_kv(**SETTINGS), "first").run()
         assert service.call(lambda engine: engine.stats.tokens).result() == 0
         before = COMPILING.seconds
         service.submit("b=3;c=7;d=b*c;?d", policy=jkv.r_kv(**SETTINGS), max_new_tokens=12).result()
