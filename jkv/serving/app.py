@@ -191,7 +191,7 @@ class Server:
             headers["x-request-id"] = id_of(request, fields.request_id)
         self.check_model(fields.model)
         fields.check_format(self.service.engine.options.kv_dtype)
-        self.check_room(fields.n)
+        self.check_room(fields.n * fields.num_prompts)  # before any prompt is encoded
         last = self.last_of(fields)
         try:
             job = await self.make_job(fields, last)
@@ -212,7 +212,8 @@ class Server:
             finish()
         if failure := failure_of(results):
             raise RefusalError(500, failure)
-        return JSONResponse(writer.whole(job, results, scores), headers=headers)
+        # In a thread: log-probabilities of thousands of tokens would keep the loop from all other clients.
+        return await asyncio.to_thread(lambda: JSONResponse(writer.whole(job, results, scores), headers=headers))
 
     def last_of(self, fields: ChatFields | CompletionFields) -> Stored | None:
         """The response that a call continues, if it continues one."""

@@ -267,6 +267,11 @@ class Fields(Body):
         raise NotImplementedError
 
     @property
+    def num_prompts(self) -> int:
+        """How many prompts there are."""
+        return 1
+
+    @property
     def num_scored(self) -> int | None:
         """How many most likely tokens are looked for at each place of the prompts; None where prompts are not scored."""
         return self.prompt_logprobs
@@ -426,6 +431,12 @@ class CompletionFields(Fields):
         if self.echo and self.stream and self.logprobs is not None:
             rule = "{field} of an echoed prompt are not streamed; got echo, stream and {field}. Leave out one."
             raise InputError(rule, field="logprobs", code="conflict")
+
+    @property
+    def num_prompts(self) -> int:
+        """How many prompts there are: a list of numbers is one."""
+        has_many = isinstance(self.prompt, list) and bool(self.prompt) and isinstance(self.prompt[0], str | list)
+        return len(self.prompt) if has_many else 1
 
     @property
     def has_logprobs(self) -> bool:

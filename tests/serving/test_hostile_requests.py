@@ -116,6 +116,18 @@ def test_bad_input_of_each_kind_is_refused_while_others_are_served(tiny, expecte
     assert post(tiny, TEXT).json()["choices"][0]["token_ids"] == expected
 
 
+def test_too_many_prompts_are_refused_before_any_is_encoded(tiny, monkeypatch):
+    def fail(*_):
+        raise AssertionError("it is encoded")
+
+    monkeypatch.setattr(tiny.app.state.server.encoder, "encode", fail)
+    for prompt in (["a"] * 500_000, [[5]] * 500_000, ["a"] * 9):  # as many as a body holds
+        answer = post(tiny, {"prompt": prompt, "n": 2, "max_tokens": 1})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
+        assert f"got {2 * len(prompt)}" in answer.json()["error"]["message"]
+    assert "it is encoded" in post(tiny, {"prompt": [5] * 9, "max_tokens": 1}).json()["error"]["message"]  # one prompt
+
+
 def test_another_content_type_is_refused(tiny):
     """A page of another site may send text, but no JSON, to a server on the user's own machine."""
     assert post(tiny, TEXT, headers={"content-type": "text/plain"}).status_code == 415
