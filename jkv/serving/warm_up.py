@@ -15,7 +15,6 @@ from jkv.engine.scheduler import CHUNKS
 from jkv.engine.service import Service
 from jkv.eviction import Policy
 from jkv.model.sampling import Sampling
-from jkv.policies.full import full
 from jkv.policies.table import streaming_llm
 from jkv.serving.errors import RefusalError
 
@@ -152,7 +151,5 @@ def one_chunk(engine: Engine, size: int) -> dict[str, Any]:
     A compaction is due at its end, which has nothing to evict yet.
     """
     first = first_chunk(engine)
-    if size == engine.options.chunk:
-        return {"policy": full(), "max_new_tokens": first + 1}
     steps = size if size <= first else first + size
     return {"policy": streaming_llm(budget=4 * steps, interval=steps), "max_new_tokens": steps}
