@@ -190,7 +190,7 @@ def started(model: str, rows: int, waiting: int, *options: str) -> Iterator[str]
     try:
         for line in process.stderr:
             lines.append(line)
-            if found := re.search(r" at (http://\S+)$", line.strip()):
+            if found := re.search(r"ready at (http://\S+)$", line.strip()):
                 break
         else:
             raise ValueError(f"The server must start; it ended with: {''.join(lines[-3:]).strip()}")

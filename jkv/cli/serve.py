@@ -112,8 +112,9 @@ OPTIONS = (
         "warm_up",
         str,
         "most",
-        "compile before the first client what most requests need, or the first programs alone",
-        more={"choices": ("most", "first")},
+        "compile before the first client what requests of the policy need; the first programs alone; or also what is for "
+        "penalties, several samples and conversations",
+        more={"choices": ("most", "first", "all")},
     ),
     KERNELS,
     VERBOSE,
@@ -138,7 +139,7 @@ def run(options: argparse.Namespace) -> int:
     """Serves until it is interrupted."""
     try:
         from jkv.serving.access import read_keys
-        from jkv.serving.run import listen
+        from jkv.serving.run import address_of, listen
         from jkv.serving.run import run as run_server
         from jkv.serving.trainer import TrainerOptions
     except ImportError as error:
@@ -194,10 +195,9 @@ def run(options: argparse.Namespace) -> int:
     if "*" in options.origins and not server_options.keys:
         print("jkv: warning: any page in a browser of this machine may use the model. Give --api-key.", file=sys.stderr)
     show_log(logging.getLogger("jkv.serving"))
-    host, port = place.getsockname()[:2]
-    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    print(f"jkv: serving {server_options.name or model.name}, policy {policy}, at {address}", file=sys.stderr, flush=True)
-    run_server(engine, server_options, place, options.drain, options.warm_up == "most", trainer)
+    name, address = server_options.name or model.name, address_of(place)
+    print(f"jkv: serving {name}, policy {policy}, at {address}", file=sys.stderr, flush=True)
+    run_server(engine, server_options, place, options.drain, options.warm_up, trainer)
     return 0
 
 

@@ -49,6 +49,7 @@ class Completion:
     peak_kv_bytes: int = 0
     queued_seconds: float = 0.0
     first_seconds: float = 0.0
+    first_at: float = 0.0  # the reading of `time.perf_counter` when its first tokens came
     last_seconds: float = 0.0  # until its latest tokens
     seconds: float = 0.0
     error: BaseException | None = None

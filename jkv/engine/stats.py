@@ -39,6 +39,7 @@ class SampleStats:
       peak_kv_bytes: the most bytes of pages that its row held; pages shared with other rows count in full.
       queued_seconds: until it had a row.
       first_seconds: until its first tokens were drawn.
+      first_at: the reading of `time.perf_counter` at that moment, in the process that drew them; 0 without tokens.
       seconds: until it was finished.
       compactions: how often its row was compacted, in a conversation since its first turn.
       evicted: tokens dropped, averaged over layers and KV heads, likewise.
@@ -54,6 +55,7 @@ class SampleStats:
     peak_kv_bytes: int
     queued_seconds: float
     first_seconds: float
+    first_at: float
     seconds: float
     compactions: int
     evicted: float
@@ -428,7 +430,7 @@ class Meter:
         """Notes when a sample's `count` new tokens reached the host. Within a chunk, each has an equal part of the time."""
         completion, now = sample.completion, sample.seconds
         if not completion.first_seconds:
-            completion.first_seconds = now
+            completion.first_seconds, completion.first_at = now, time.perf_counter()
             self.stats.first_token.add(now)
         elif count:
             self.stats.between_tokens.add((now - completion.last_seconds) / count, count)

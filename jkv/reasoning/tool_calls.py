@@ -8,7 +8,7 @@ import dataclasses
 import re
 import secrets
 import string
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jkv.reasoning.json_calls import JsonCallReader
@@ -93,6 +93,7 @@ class CallPiece:
 
 
 Step = tuple[str, CallPiece | None]  # new text, and a piece of a call
+Segment = str | CallPiece  # of an answer, in its order
 
 
 class CallSplitter:
@@ -123,22 +124,24 @@ class CallSplitter:
 
     def push(self, text: str) -> tuple[str, list[CallPiece]]:
         """Adds the next piece of text."""
-        self._text += text
-        return self._read(is_last=False)
+        return apart(self.read(text, is_last=False))
 
     def finish(self) -> tuple[str, list[CallPiece]]:
         """What is left when the text has ended."""
-        return self._read(is_last=True)
+        return apart(self.read("", is_last=True))
 
-    def _read(self, is_last: bool) -> tuple[str, list[CallPiece]]:
+    def read(self, text: str, is_last: bool) -> list[Segment]:
+        """Adds the next piece of text, or the last one; what is certain, in its order."""
+        self._text += text
         steps = {"start": self._start, "text": self._find, "call": self._call, "between": self._go_on, "rest": self._pass_on}
-        text, pieces, before = "", list[CallPiece](), ("", 0)
+        found, before = list[Segment](), ("", 0)
         while before != (before := (self._place, len(self._text))):
             more, piece = steps[self._place](is_last)
-            text += more
+            if more:
+                found.append(more)
             if piece is not None and (self.has_many or not piece.index):
-                pieces.append(piece)
-        return text, pieces
+                found.append(piece)
+        return found
 
     def _start(self, is_last: bool) -> Step:
         """Where an answer is nothing but calls, or has none."""
@@ -203,3 +206,14 @@ class CallSplitter:
         """Text in which no call is looked for."""
         text, self._text = self._text, ""
         return text, None
+
+
+def apart(segments: Iterable[Segment]) -> tuple[str, list[CallPiece]]:
+    """The text of an answer, and its calls.
+
+    >>> apart(["So", CallPiece(0, "add", "{}"), "."])
+    ('So.', [CallPiece(index=0, name='add', arguments='{}')])
+    """
+    segments = list(segments)
+    text = "".join(one for one in segments if isinstance(one, str))
+    return text, [one for one in segments if isinstance(one, CallPiece)]

@@ -49,10 +49,14 @@ class Access:
         if self.trainer_key is not None and (is_trainer or allowed):
             allowed[self.trainer_key] = "trainer"
         kind, _, given = headers.get("authorization", "").partition(" ")
+        if not given and "x-api-key" in headers:  # as clients of Anthropic send it
+            kind, given = "bearer", headers["x-api-key"]
         found = [name for key, name in allowed.items() if hmac.compare_digest(given.strip().encode(), key.encode())]
         if allowed and not (found and kind.lower() == "bearer"):
             whose = "the trainer's key" if is_trainer else "one of the server's keys"
-            message = f"The header must be `Authorization: Bearer KEY` with {whose}; it is missing or wrong."
+            message = (
+                f"The header must be `Authorization: Bearer KEY`, or `x-api-key: KEY`, with {whose}; it is missing or wrong."
+            )
             raise RefusalError(401, message, headers={"www-authenticate": "Bearer"})
         return found[0] if found else ""
 

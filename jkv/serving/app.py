@@ -3,12 +3,13 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,13 @@ from jkv.engine.results import Result
 from jkv.engine.service import Service, Ticket
 from jkv.errors import InputError
 from jkv.model.params import Model
+from jkv.serving import messages_api, responses_api
 from jkv.serving.about import About
 from jkv.serving.access import Access
-from jkv.serving.conversations import Conversations, Stored
-from jkv.serving.errors import RefusalError, error_body, refusal_of
+from jkv.serving.conversations import Answers, Conversations, Stored
+from jkv.serving.errors import RefusalError, error_at, error_body, refusal_of
 from jkv.serving.jobs import Encoder, Job, fitted, gathered, make_job, make_turn, until_gone, when_all_end
-from jkv.serving.metrics import Metrics
+from jkv.serving.metrics import Metrics, until_first
 from jkv.serving.options import ServerOptions
 from jkv.serving.other_names import renamed
 from jkv.serving.requests import (
@@ -39,13 +41,15 @@ from jkv.serving.requests import (
     CompletionFields,
     F,
     TemplateFields,
+    TokenizeFields,
     ignored_of,
     parse,
     read_fields,
 )
-from jkv.serving.responses import Head, Likely, failure_of, reason_of, whole
+from jkv.serving.responses import Head, Likely, Writer, failure_of, reason_of, whole
 from jkv.serving.scoring import PromptScorer
 from jkv.serving.streaming import EventStream, stream
+from jkv.serving.warm_up import WarmUp
 
 LOGGER = logging.getLogger("jkv.serving")
 RETRY_SECONDS = 1  # after which a client that was refused may try again
@@ -90,7 +94,9 @@ class Server:
         self.unfinished: dict[Ticket, int] = {}  # and how many samples each has
         self.cancels = set[Callable[[], None]]()  # of open calls
         self.conversations = Conversations(options, self.metrics.count_forgotten)
+        self.answers = Answers(options)
         self.scorer = PromptScorer(options.time_limit)
+        self.warm_up: WarmUp | None = None  # which must be done before requests are served
         self.access = Access(options.keys, options.trainer_key, options.hosts)
 
     @property
@@ -104,29 +110,110 @@ class Server:
         """`/v1/chat/completions` and `/v1/completions`."""
         kind, name = KINDS[request.url.path]
         fields = await self.read(kind, request)
-        headers = request.state.headers
+        head = self.head(name)
+        writer = Writer(head, functools.partial(whole, self.model, head), functools.partial(stream, self.model, head))
+        return await self.answer(request, fields, writer)
+
+    async def respond(self, request: Request) -> Response:
+        """`/v1/responses`. Without `store`, a response is stored as OpenAI does it, where it can be."""
+        request.state.names = responses_api.NAMES
+        asked = responses_api.read(await self.read_body(request))
+        fields = self.fields_of(ChatFields, asked.chat, request, responses_api.NAMES)
+        may_store = asked.stores is None and self.options.max_conversations > 0 and not fields.stop_strings
+        if (last := self.last_of(fields)) is not None:
+            responses_api.check_instructions(asked, last.messages)
+
+        def unstored(error: InputError) -> ChatFields | None:
+            return fields if may_store and error.field == "keep" else None
+
+        head = self.head("response")
+        writer = responses_api.ResponseWriter(self.model, head, asked, self.answers.add)
+        first = dataclasses.replace(fields, store=True) if may_store else fields
+        return await self.answer(request, first, Writer(head, writer.whole, writer.stream), unstored)
+
+    async def send_message(self, request: Request) -> Response:
+        """`/v1/messages`. As Anthropic has it, a message whose limit is beyond the model's context ends with the context."""
+        request.state.names = messages_api.NAMES
+        body = await self.read_body(request)
+        fields = self.fields_of(
+            ChatFields, messages_api.chat_body(body), request, messages_api.NAMES, messages_api.unread(body)
+        )
+        head, reasons = self.head("message"), dict(messages_api.REASONS)
+
+        def shorter(error: InputError) -> ChatFields | None:
+            if error.code != "does_not_fit" or "asked" not in error.values:
+                return None
+            reasons["length"] = messages_api.WINDOW
+            return dataclasses.replace(fields, max_tokens=None)
+
+        writer = messages_api.MessageWriter(self.model, head, fields.stop_strings, reasons)
+        return await self.answer(request, fields, Writer(head, writer.whole, writer.stream), shorter)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """`/v1/messages/count_tokens`."""
+        request.state.names = messages_api.NAMES
+        body = messages_api.chat_body(await self.read_body(request), counts=True)
+        fields = self.fields_of(TokenizeFields, body, request, messages_api.NAMES)
+        self.check_model(fields.model)
+        return JSONResponse({"input_tokens": len(await asyncio.to_thread(self.encoder.tokenize, fields))})
+
+    async def stored_response(self, request: Request) -> Response:
+        """`GET` and `DELETE` of `/v1/responses/{id}`."""
+        name = request.path_params["name"]
+        response = self.answers.find(name)
+        if request.method != "DELETE":
+            return JSONResponse(response)
+        self.answers.forget(name)
+        self.conversations.forget(name)
+        return JSONResponse({"id": name, "object": "response", "deleted": True})
+
+    def head(self, kind: str) -> Head:
+        """What the answer to a call begins with."""
+        return Head(kind, self.name, "abort" if self.options.abort_reason else "length")
+
+    async def answer(
+        self,
+        request: Request,
+        fields: ChatFields | CompletionFields,
+        writer: Writer,
+        lesser: Callable[[InputError], ChatFields | None] = lambda error: None,
+    ) -> Response:
+        """Serves a call.
+
+        Args:
+          request: the HTTP request.
+          fields: of the call.
+          writer: writes its answer.
+          lesser: what is served where the engine refuses `fields`, for an error; None raises it.
+        """
+        headers, head = request.state.headers, writer.head
         if fields.request_id is not None:
             headers["x-request-id"] = id_of(request, fields.request_id)
         self.check_model(fields.model)
         fields.check_format(self.service.engine.options.kv_dtype)
-        self.check_room(fields.n)
-        head = Head(name, self.name, "abort" if self.options.abort_reason else "length")
+        self.check_room(fields.n * fields.num_prompts)  # before any prompt is encoded
         last = self.last_of(fields)
-        job = await self.make_job(fields, last)
+        try:
+            job = await self.make_job(fields, last)
+        except InputError as error:
+            if (less := lesser(error)) is None:
+                raise
+            job = await self.make_job(less, last)
         if job.row is None and (piece := max((group[0].first for group in job.groups), default=0)):
             headers["x-jkv-prompt-piece"] = str(piece)
         self.check_room(job.num_open)
         tickets = self.submit(job, head, last)
         finish = self.begin(request, job, tickets, headers["x-request-id"])
         if fields.stream:
-            return EventStream(stream(self.model, head, job, tickets), finish, headers, self.options.send_seconds)
+            return EventStream(writer.stream(job, tickets), finish, headers, self.options.send_seconds)
         try:
             results, scores = await until_gone(request, asyncio.gather(gathered(tickets), self.score(job)))
         finally:
             finish()
         if failure := failure_of(results):
             raise RefusalError(500, failure)
-        return JSONResponse(whole(self.model, head, job, results, scores), headers=headers)
+        # In a thread: log-probabilities of thousands of tokens would keep the loop from all other clients.
+        return await asyncio.to_thread(lambda: JSONResponse(writer.whole(job, results, scores), headers=headers))
 
     def last_of(self, fields: ChatFields | CompletionFields) -> Stored | None:
         """The response that a call continues, if it continues one."""
@@ -185,7 +272,7 @@ class Server:
 
     def begin(self, request: Request, job: Job, tickets: Sequence[Ticket], name: str) -> Callable[[], None]:
         """Counts a call as open and starts its clock; returns what must be called at its end, whatever ends it."""
-        began, count = time.perf_counter(), job.num_open
+        count = job.num_open
         self.num_open += count
         self.unfinished.update(zip(tickets, map(len, job.groups), strict=True))
 
@@ -203,7 +290,7 @@ class Server:
             self.num_open -= count
             for ticket in tickets:
                 self.unfinished.pop(ticket)
-            seconds = time.perf_counter() - began
+            seconds = time.perf_counter() - request.state.arrival
             when_all_end(tickets, lambda: self.record(request, name, job, tickets, seconds))
 
         return finish
@@ -218,8 +305,8 @@ class Server:
         """Counts and logs a call whose requests have all ended."""
         results = [ticket.result() for ticket in tickets if not ticket.exception()]
         for result in results:
-            self.metrics.count_result(result, job.fields.n, job.fields.limit)
-        LOGGER.info(log_line(request.url.path, name, request.state.key, job, results, seconds))
+            self.metrics.count_result(result, job.fields.n, job.fields.limit, request.state.arrival)
+        LOGGER.info(log_line(request, name, job, results, seconds))
 
     def num_unbegun(self) -> int:
         """Samples that were submitted, and that the engine has not taken yet."""
@@ -227,11 +314,22 @@ class Server:
 
     async def read(self, kind: type[F], request: Request) -> F:
         """The fields of a request's body; a header of the answer names those that are ignored."""
-        body = renamed(await self.read_body(request), issubclass(kind, TemplateFields))
-        if ignored := ignored_of(kind, body):
+        return self.fields_of(kind, await self.read_body(request), request)
+
+    def fields_of(
+        self,
+        kind: type[F],
+        body: Mapping[str, Any],
+        request: Request,
+        names: Mapping[str, str] | None = None,
+        unread: Sequence[str] = (),
+    ) -> F:
+        """The fields of a body; `names` are those of another API for them, and `unread` its fields that are ignored."""
+        body = renamed(body, issubclass(kind, TemplateFields))
+        if ignored := [*ignored_of(kind, body), *unread]:
             request.state.headers["x-jkv-ignored"] = header_of(ignored)
         fields = read_fields(kind, body)
-        request.state.names = fields.names
+        request.state.names = {**fields.names, **(names or {})}
         return fields
 
     def check_model(self, name: str | None) -> None:
@@ -270,6 +368,8 @@ class Server:
 
     async def health(self, request: Request) -> Response:
         """`/health` and `/ping`: 200 as long as requests are served."""
+        if self.warm_up is not None:
+            self.warm_up.check()
         failure = self.service.failure
         return JSONResponse(error_body(503, failure), 503) if failure else Response()
 
@@ -294,10 +394,13 @@ class Server:
         """An endpoint that answers with an error in OpenAI's shape, and asks for a key, or the trainer's, unless it is open."""
 
         async def answer(request: Request) -> Response:
+            request.state.arrival = time.perf_counter()
             request.state.headers, request.state.names = {"x-request-id": id_of(request, None)}, {}
             try:
                 self.access.check_host(request.headers)
                 request.state.key = "" if is_open else self.access.name_of(request.headers, is_trainer)
+                if self.warm_up is not None and not is_open:
+                    self.warm_up.check()
                 response = await endpoint(request)
                 for name, value in request.state.headers.items():
                     response.headers.setdefault(name, value)
@@ -315,7 +418,7 @@ class Server:
             self.metrics.count_refusal(status)
             record = {"id": headers["x-request-id"], "status": status, "field": param if param in KNOWN else None}
             LOGGER.info("%s %s", shown(request.url.path), json.dumps(record))  # without the message, which may quote the text
-            return JSONResponse(error_body(status, str(refusal), param, refusal.code), status, headers)
+            return JSONResponse(error_at(request.url.path, status, str(refusal), param, refusal.code), status, headers)
 
         return answer
 
@@ -326,6 +429,10 @@ def make_app(service: Service, options: ServerOptions | None = None) -> Starlett
     about = About(server)
     routes = [
         *(Route(path, server.guarded(server.complete), methods=["POST"]) for path in KINDS),
+        Route("/v1/responses", server.guarded(server.respond), methods=["POST"]),
+        Route("/v1/responses/{name}", server.guarded(server.stored_response), methods=["GET", "DELETE"]),
+        Route("/v1/messages", server.guarded(server.send_message), methods=["POST"]),
+        Route("/v1/messages/count_tokens", server.guarded(server.count_tokens), methods=["POST"]),
         Route("/v1/models", server.guarded(about.models)),
         Route("/v1/models/{name:path}", server.guarded(about.one_model)),
         *(Route(path, server.guarded(absent(why)), methods=["POST"]) for path, why in ABSENT.items()),
@@ -350,12 +457,13 @@ def make_app(service: Service, options: ServerOptions | None = None) -> Starlett
         hint = "" if request.url.path.startswith("/v1/") else " OpenAI's endpoints are below /v1."
         message = f"{request.method} {request.url.path}: {error.detail}.{hint if error.status_code == 404 else ''}"
         headers = {"x-request-id": id_of(request, None)} | dict(error.headers or {})
-        return JSONResponse(error_body(error.status_code, message, is_own=True), error.status_code, headers)
+        body = error_at(request.url.path, error.status_code, message, is_own=True)
+        return JSONResponse(body, error.status_code, headers)
 
     pages = Middleware(
         CORSMiddleware,
         allow_origins=server.options.origins,
-        allow_methods=("GET", "POST"),
+        allow_methods=("DELETE", "GET", "POST"),
         allow_headers=("*",),
         expose_headers=EXPOSED,
     )
@@ -392,8 +500,9 @@ def header_of(names: Sequence[str]) -> str:
     return ", ".join(safe)
 
 
-def log_line(path: str, name: str, key: str, job: Job, results: Sequence[Result], seconds: float) -> str:
-    """A request in one line, without its text; `key` is the name of its key."""
+def log_line(request: Request, name: str, job: Job, results: Sequence[Result], seconds: float) -> str:
+    """A request in one line, without its text; seconds count from its arrival."""
+    key, samples = request.state.key, [sample for result in results for sample in result.samples]
     end = "error" if job.groups else "length"  # without a result, where nothing was asked for or all failed
     record = {
         "id": name,
@@ -403,7 +512,7 @@ def log_line(path: str, name: str, key: str, job: Job, results: Sequence[Result]
         "finish": sorted({reason_of(reason) or "" for result in results for reason in result.finish_reason} or {end}),
         "policy": job.groups[0][0].policy.name if job.groups else None,
         "seconds": round(seconds, 3),
-        "first_token": round(max((s.first_seconds for result in results for s in result.samples), default=0.0), 3),
-        "evicted": round(sum(s.evicted for result in results for s in result.samples)),
+        "first_token": round(max((until_first(sample, request.state.arrival) for sample in samples), default=0.0), 3),
+        "evicted": round(sum(sample.evicted for sample in samples)),
     }
-    return f"{path} {json.dumps(record)}"
+    return f"{request.url.path} {json.dumps(record)}"

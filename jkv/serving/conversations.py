@@ -7,6 +7,8 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +50,49 @@ class Stored:
         return plain(message_of(result.text[0], AnswerReader(marks_of(result.tokenizer), self.thinks, self.calls)))
 
 
+class Answers:
+    """Responses that clients may read again, by id, the oldest first.
+
+    Args:
+      options: how many there may be, and for how long.
+    """
+
+    def __init__(self, options: ServerOptions) -> None:
+        self.options, self._lock = options, threading.Lock()
+        self._found: dict[str, tuple[float, dict[str, Any]]] = {}  # with the time of its end
+
+    def add(self, response: dict[str, Any]) -> None:
+        """Stores a finished response, if it is to be stored."""
+        if not response["store"]:
+            return
+        with self._lock:
+            self._found[response["id"]] = time.monotonic(), response
+            while len(self._found) > self.options.max_conversations:
+                del self._found[next(iter(self._found))]
+
+    def find(self, name: str) -> dict[str, Any]:
+        """The response with an id.
+
+        Raises:
+          RefusalError: 404 where there is none.
+        """
+        with self._lock:
+            end, response = self._found.get(name, (0.0, {}))
+            if response and time.monotonic() - end > self.options.conversation_seconds:
+                del self._found[name]
+                response = {}
+        if not response:
+            raise RefusalError(
+                404, f"Response with id {shown(name)} not found. Send the id of a stored response.", "response_id"
+            )
+        return response
+
+    def forget(self, name: str) -> None:
+        """Forgets a response."""
+        with self._lock:
+            self._found.pop(name, None)
+
+
 class Conversations:
     """The responses that are kept, by id, the oldest first; each for a limited time after it was finished.
 
@@ -75,9 +120,11 @@ class Conversations:
         if one is None:
             raise RefusalError(
                 404,
-                f"{field} must be the id of a response that was sent with store=true, finished by itself, and is no older than "
-                f"{self.options.conversation_seconds:g} seconds; got {shown(name)}. Send the whole conversation without it.",
+                f"Previous response with id {shown(name)} not found: {field} must be the id of a response that was stored, "
+                f"finished by itself, and is no older than {self.options.conversation_seconds:g} seconds. Send the whole "
+                "conversation without it.",
                 field,
+                "previous_response_not_found",
             )
         if one.ticket is None:
             raise RefusalError(409, f"{field} must be the last response; {one.later} continues {name}. Send that one.", field)

@@ -11,6 +11,14 @@ KINDS = {
     404: "not_found_error",
     429: "rate_limit_error",
 }  # by status
+MESSAGE_KINDS = {  # of Anthropic's Messages API
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 CODES = {
     400: "invalid",
     401: "invalid_api_key",
@@ -100,6 +108,25 @@ def without_folders(message: str) -> str:
     """
     message = re.sub(r"""(['"])(?:/|[A-Za-z]:\\)(?!v1/)[^'"\n]*[/\\]([^'"/\\\n]*)\1""", r"\1\2\1", message)
     return re.sub(r"""(?<![\w/:.])(?:/(?!v1/)|\b[A-Za-z]:\\)(?:[^/\\\s'"]+[/\\])+""", "", message)
+
+
+def error_at(
+    path: str, status: int, message: str, param: str | None = None, code: str = "", is_own: bool = False
+) -> dict[str, Any]:
+    """The body of an error response of an endpoint, in the shape of its API."""
+    if path.startswith("/v1/messages"):
+        return message_error(status, message, is_own)
+    return error_body(status, message, param, code, is_own)
+
+
+def message_error(status: int, message: str, is_own: bool = False) -> dict[str, Any]:
+    """The body of an error response in the shape of Anthropic's Messages API.
+
+    >>> message_error(429, "Try again later.")
+    {'type': 'error', 'error': {'type': 'rate_limit_error', 'message': 'Try again later.'}}
+    """
+    kind = MESSAGE_KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message if is_own else without_folders(message)}}
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str = "", is_own: bool = False) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from jkv.engine.clocks import LEAST, PER_DECADE, Latency
 from jkv.engine.engine import Engine
 from jkv.engine.results import Result
 from jkv.engine.row import Place
-from jkv.engine.stats import TIMED
+from jkv.engine.stats import TIMED, SampleStats
 from jkv.serving.responses import reason_of
 
 SECONDS = (
@@ -70,13 +70,14 @@ class Metrics:
             "jkv:responses_forgotten", "Stored responses that nothing can continue any more.", "reason"
         )
         about = " of finished samples, compilation excluded."
+        whole = " of finished samples, from the arrival of the request on, compilation included."
         self.histograms = {
-            "first": self._histogram("vllm:time_to_first_token_seconds", "Until the first token" + about, SECONDS),
+            "first": self._histogram("vllm:time_to_first_token_seconds", "Until the first token" + whole, SECONDS),
             "queue": self._histogram("vllm:request_queue_time_seconds", "Until there was a row" + about, LONG),
             "prefill": self._histogram("vllm:request_prefill_time_seconds", "From a row to the first token" + about, LONG),
             "decode": self._histogram("vllm:request_decode_time_seconds", "From the first token to the end" + about, LONG),
             "inference": self._histogram("vllm:request_inference_time_seconds", "From a row to the end" + about, LONG),
-            "end": self._histogram("vllm:e2e_request_latency_seconds", "From submission to the end" + about, LONG),
+            "end": self._histogram("vllm:e2e_request_latency_seconds", "Until the end" + whole, LONG),
             "prompt": self._histogram("vllm:request_prompt_tokens", "Prompt tokens of finished requests.", TOKENS),
             "generation": self._histogram("vllm:request_generation_tokens", "Tokens of finished samples.", TOKENS),
             "n": self._histogram("vllm:request_params_n", "Samples asked for.", COUNTS),
@@ -97,8 +98,8 @@ class Metrics:
         """Counts a stored response that is forgotten."""
         self.forgotten.labels(*self.labels, reason).inc()
 
-    def count_result(self, result: Result, n: int, limit: int | None) -> None:
-        """Counts a finished request of one prompt."""
+    def count_result(self, result: Result, n: int, limit: int | None, arrival: float) -> None:
+        """Counts a finished request of one prompt; its first byte came when `time.perf_counter` read `arrival`."""
         of, num_prompt = self.histograms, len(result.prompts[0])
         self.prompt_tokens.labels(*self.labels).inc(num_prompt)
         of["prompt"].observe(num_prompt)
@@ -110,10 +111,11 @@ class Metrics:
             self.evicted.labels(*self.labels, policy.name).inc(sample.evicted)
             self.compactions.labels(*self.labels, policy.name).inc(sample.compactions)
             of["generation"].observe(sample.num_tokens)
-            of["end"].observe(sample.seconds)
+            before = until_first(sample, arrival) - sample.first_seconds  # it was submitted, and what compiled meanwhile
+            of["end"].observe(before + sample.seconds)
             if sample.num_tokens:
                 of["queue"].observe(sample.queued_seconds)
-                of["first"].observe(sample.first_seconds)
+                of["first"].observe(until_first(sample, arrival))
                 of["prefill"].observe(sample.first_seconds - sample.queued_seconds)
                 of["decode"].observe(sample.seconds - sample.first_seconds)
                 of["inference"].observe(sample.seconds - sample.queued_seconds)
@@ -214,6 +216,11 @@ class EngineCollector(Collector):
         for value, number in values.items():
             family.add_metric((*self.labels, value), number)
         return family
+
+
+def until_first(sample: SampleStats, arrival: float) -> float:
+    """Seconds from a request's arrival until a sample's first token, as its client sees it; 0 without one."""
+    return sample.first_at - arrival if sample.num_tokens else 0.0
 
 
 def cumulative(latency: Latency, buckets: Sequence[float]) -> tuple[list[tuple[str, float]], float]:

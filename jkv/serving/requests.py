@@ -267,6 +267,11 @@ class Fields(Body):
         raise NotImplementedError
 
     @property
+    def num_prompts(self) -> int:
+        """How many prompts there are."""
+        return 1
+
+    @property
     def num_scored(self) -> int | None:
         """How many most likely tokens are looked for at each place of the prompts; None where prompts are not scored."""
         return self.prompt_logprobs
@@ -428,6 +433,12 @@ class CompletionFields(Fields):
             raise InputError(rule, field="logprobs", code="conflict")
 
     @property
+    def num_prompts(self) -> int:
+        """How many prompts there are: a list of numbers is one."""
+        has_many = isinstance(self.prompt, list) and bool(self.prompt) and isinstance(self.prompt[0], str | list)
+        return len(self.prompt) if has_many else 1
+
+    @property
     def has_logprobs(self) -> bool:
         """Whether the response has log-probabilities."""
         return self.logprobs is not None
@@ -508,10 +519,7 @@ def read_fields(kind: type[F], body: Mapping[str, Any]) -> F:
     settings: dict[str, Any] = {}
     for name, value in body.items():
         if name in REFUSED and name not in known:
-            neutral, why = REFUSED[name]
-            if value is not None and value != neutral:
-                rule = "{field} is not served, because {why}; got {got}. Leave it out."
-                raise InputError(rule, field=name, code="unsupported", why=why, got=shown(value))
+            check_neutral(name, value, *REFUSED[name])
         elif name == "best_of" and "n" in known:
             if value is not None and value != (body.get("n") or 1):
                 rule = "{field} must be n, as all n samples are returned; got {got}. Leave it out."
@@ -534,6 +542,13 @@ def read_fields(kind: type[F], body: Mapping[str, Any]) -> F:
     if settings:
         given["settings"] = settings
     return kind(**given)
+
+
+def check_neutral(name: str, value: Any, neutral: Any, why: str) -> None:
+    """Refuses a field that is not served, but for the value that changes nothing."""
+    if value is not None and value != neutral:
+        rule = "{field} is not served, because {why}; got {got}. Leave it out."
+        raise InputError(rule, field=name, code="unsupported", why=why, got=shown(value))
 
 
 def lenient(value: Any, wanted: Any) -> Any:

@@ -5,17 +5,18 @@ in `jkv.serving.streaming`.
 import dataclasses
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jkv.checks import described
 from jkv.engine.results import Result
+from jkv.engine.service import Ticket
 from jkv.engine.stats import SampleStats
 from jkv.model.params import Model
 from jkv.reasoning.marks import TAGS, Marks, completion_decoder, marks_of
 from jkv.reasoning.token_bytes import PartReader
 from jkv.reasoning.token_text import decoder_of
-from jkv.reasoning.tool_calls import CallPiece
+from jkv.reasoning.tool_calls import CallPiece, Segment, apart
 from jkv.serving.jobs import Calls, Job
 from jkv.serving.requests import ChatFields, CompletionFields, Fields
 
@@ -28,11 +29,10 @@ class Parts(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """New text of each part of an answer that may call tools."""
+    """What an answer that may call tools goes on with: its reasoning, then text and pieces of calls in their order."""
 
     reasoning: str
-    content: str
-    calls: list[CallPiece]
+    answer: list[Segment]
 
 
 class ReasoningSplitter:
@@ -131,13 +131,10 @@ class AnswerReader:
             last = self._reasoning.finish()
             reasoning, content = reasoning + last.reasoning, content + last.content
         if self._splitter is None:
-            return Pieces(reasoning, content, [])
-        content, pieces = self._splitter.push(content)
-        if is_last:
-            more, others = self._splitter.finish()
-            content, pieces = content + more, pieces + others
-        self.has_calls |= bool(pieces)
-        return Pieces(reasoning, content, pieces)
+            return Pieces(reasoning, [content] if content else [])
+        answer = self._splitter.read(content, is_last=False) + (self._splitter.read("", is_last=True) if is_last else [])
+        self.has_calls |= any(isinstance(one, CallPiece) for one in answer)
+        return Pieces(reasoning, answer)
 
     def tool_calls(self, pieces: Sequence[CallPiece]) -> list[dict[str, Any]]:
         """The calls of a message, or of a stream's delta, each with its index; the first piece of a call gives it an id."""
@@ -172,8 +169,16 @@ def num_reasoning_tokens(tokens: Sequence[int], thinks: bool, begin: Sequence[in
     return len(tokens)
 
 
+def num_thought(model: Model, tokens: Sequence[int], thinks: bool) -> int:
+    """The number of a completion's tokens up to the end of its thinking, by the model's own marks."""
+    marks = marks_of(model.tokenizer)
+    begin, *ends = (model.tokenizer.encode(mark, add_special_tokens=False) for mark in (marks.begin, *marks.ends))
+    return num_reasoning_tokens(tokens, thinks, begin, ends)
+
+
 REASONS = {"cancelled": "abort"}  # the others have the same name here
 FAILURES = ("error", "nan")
+IDS = {"chat.completion": "chatcmpl-", "response": "resp_", "message": "msg_"}  # how ids begin, by kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +186,8 @@ class Head:
     """What all parts of a response begin with.
 
     Attributes:
-      kind: "chat.completion" or "text_completion".
+      kind: "chat.completion" or "text_completion" of OpenAI's older endpoints, "response" of the Responses API, "message" of
+        Anthropic's Messages API.
       model: the model's name.
       cut: the finish reason of what the server ended before its time.
     """
@@ -194,13 +200,13 @@ class Head:
 
     @property
     def is_chat(self) -> bool:
-        """Whether it is of the chat endpoint."""
-        return self.kind == "chat.completion"
+        """Whether it answers messages, and no text."""
+        return self.kind in ("chat.completion", "response", "message")
 
     @property
     def id(self) -> str:
         """The response's id."""
-        return f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self.name}"
+        return IDS.get(self.kind, "cmpl-") + self.name
 
     def reason(self, reason: str) -> str | None:
         """The finish reason of a choice; None as long as there is none."""
@@ -213,6 +219,20 @@ class Head:
         return {**head, "choices": choices, **more}
 
 
+class Writer(NamedTuple):
+    """How the answer of a call is written.
+
+    Attributes:
+      head: what it begins with.
+      whole: the JSON object of a whole answer, of a job, its results, and how likely the prompts' tokens are.
+      stream: the events of a job's tickets.
+    """
+
+    head: Head
+    whole: Callable[[Job, Sequence[Result], Sequence[list["Likely | None"]] | None], dict[str, Any]]
+    stream: Callable[[Job, Sequence[Ticket]], AsyncIterator[str]]
+
+
 def reason_of(reason: str) -> str | None:
     """A finish reason; None as long as there is none."""
     return REASONS.get(reason, reason) or None
@@ -220,7 +240,8 @@ def reason_of(reason: str) -> str | None:
 
 def message_of(text: str, reader: AnswerReader, includes_reasoning: bool = False) -> dict[str, Any]:
     """A chat message with its reasoning and its tool calls, if it has any."""
-    reasoning, content, pieces = reader.push(text, is_last=True)
+    reasoning, answer = reader.push(text, is_last=True)
+    content, pieces = apart(answer)
     calls = [{name: value for name, value in call.items() if name != "index"} for call in reader.tool_calls(pieces)]
     message = {"role": "assistant", "content": None if calls and not content else content}
     return message | ({"tool_calls": calls} if calls else {}) | reasoning_fields(reasoning if includes_reasoning else "")
@@ -318,13 +339,11 @@ def usage_of(model: Model, prompts: Sequence[Any], results: Sequence[Result], th
 
     `kv` has tokens averaged over layers and KV heads and summed over samples, and the sum of the samples' peak bytes.
     """
-    marks = marks_of(model.tokenizer)
-    begin, *ends = (model.tokenizer.encode(mark, add_special_tokens=False) for mark in (marks.begin, *marks.ends))
     completions = [result.tokens[i, :length].tolist() for result in results for i, length in enumerate(result.lengths)]
     samples = [sample for result in results for sample in result.samples]
     num_prompt, num_new = sum(map(len, prompts)), sum(map(len, completions))
     seen = sum(len(prompt) for result in results for prompt in result.prompts) + num_new
-    num_reasoning = sum(num_reasoning_tokens(tokens, thinks, begin, ends) for tokens in completions) if is_chat else 0
+    num_reasoning = sum(num_thought(model, tokens, thinks) for tokens in completions) if is_chat else 0
     evicted = sum(sample.evicted + sample.shared for sample in samples)
     return {
         **counts(num_prompt, num_new),

@@ -3,28 +3,27 @@
 import asyncio
 import contextlib
 import dataclasses
+import logging
+import os
 import signal
 import socket
+import sys
 from typing import Any
 
 import uvicorn
 
 from jkv.engine.engine import Engine
-from jkv.engine.scheduler import CHUNKS
 from jkv.engine.service import Service
 from jkv.errors import refused
-from jkv.eviction import Policy
-from jkv.model.sampling import Sampling
 from jkv.policies import make as make_policy
-from jkv.policies.table import streaming_llm
 from jkv.serving.access import LOOPBACK, is_loopback
 from jkv.serving.app import make_app
 from jkv.serving.options import ServerOptions
 from jkv.serving.trainer import TrainerOptions, add_routes
+from jkv.serving.warm_up import LEVELS, WarmUp
 
+LOGGER = logging.getLogger("jkv.serving")
 BACKLOG = 1024  # connections that wait to be accepted
-CUT = Sampling(temperature=1.0, top_p=0.95)  # whose program draws for all that have no penalties
-PENALISED = Sampling(temperature=1.0, top_p=0.95, presence_penalty=0.5)
 LAST_SECONDS = 5  # in which clients receive what there is, once their requests were cancelled at the end
 
 
@@ -74,35 +73,6 @@ def make_server(app: Any, drain: float) -> DrainingServer:
     return DrainingServer(uvicorn.Config(app, timeout_graceful_shutdown=round(drain) + LAST_SECONDS, **settings), drain)
 
 
-def warm_up(service: Service, policy: Policy, is_whole: bool) -> None:
-    """Compiles programs before clients come, because an engine compiles in its own thread, which stops every stream.
-
-    The first ones: prefill and a chunk of greedy decode steps. With `is_whole` also what most clients ask for: chunks of every
-    size, for any draws, with penalties and without, with the model's own log-probabilities; prompts of every size; a
-    compaction; two samples of a prompt; the second turn of a conversation. Others compile at their first use. Not counted.
-    """
-    asked: Any = {"policy": policy, "max_new_tokens": 2, "stop_ids": (), "model_logprobs": is_whole}
-    if not is_whole:
-        service.submit([0], sampling=Sampling(temperature=0.0), **asked).result()
-    else:
-        engine = service.engine
-        for sampling in (PENALISED, CUT):  # greedy draws then have the program of the latter
-            service.call(lambda engine: engine.runner.lower()).result()
-            for steps in CHUNKS:
-                one_chunk = streaming_llm(budget=4 * steps, interval=steps)
-                service.submit([0], sampling=sampling, **asked | {"policy": one_chunk, "max_new_tokens": steps}).result()
-        longer = (policy.target(1, 0) or 0) + 1  # than the budget
-        for length in (*engine.runner.prefill_sizes, longer):
-            with contextlib.suppress(ValueError):  # the context is too short
-                service.submit([0] * length, **asked).result()
-        service.submit([0], n=2, **asked).result()
-        with contextlib.suppress(ValueError):  # the policy ends with a turn
-            first = service.submit([0], keep=True, **asked)
-            first.result()
-            first.extend([0], max_new_tokens=2, stop_ids=()).result()
-    service.call(lambda engine: engine.reset_stats()).result()
-
-
 def with_own_names(options: ServerOptions, place: socket.socket) -> ServerOptions:
     """The options; a server that only this machine reaches may be called by this machine's own names, and those given."""
     address = place.getsockname()[0]
@@ -116,17 +86,49 @@ def run(
     options: ServerOptions,
     place: socket.socket,
     drain: float,
-    is_whole: bool = True,
+    level: str = LEVELS[0],
     trainer: TrainerOptions | None = None,
 ) -> None:
-    """Serves an engine, once it is warm (`is_whole`: see `warm_up`), until SIGINT or SIGTERM; `trainer` adds its endpoints.
+    """Serves an engine until SIGINT or SIGTERM; `trainer` adds its endpoints.
 
-    Then nothing new is accepted, and requests in flight have `drain` seconds.
+    Until it is warm (`level`: see `WarmUp`), requests are refused, and the server ends at once when it is asked to. Later,
+    nothing new is accepted then, and requests in flight have `drain` seconds.
+
+    Raises:
+      BaseException: what failed in the warm-up.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # which uvicorn calls once it has ended
-    with Service(engine) as service, contextlib.suppress(KeyboardInterrupt):
-        warm_up(service, make_policy(options.policy, options.settings), is_whole)
+    with Service(engine) as service:
         app = make_app(service, with_own_names(options, place))
         if trainer is not None:
             add_routes(app, trainer)
-        make_server(app, drain).run(sockets=[place])
+        server, warm_up = make_server(app, drain), WarmUp(service, make_policy(options.policy, options.settings), level)
+        app.state.server.warm_up = warm_up
+
+        def ended() -> None:
+            if warm_up.error is None:
+                LOGGER.info("ready at %s", address_of(place))
+            else:
+                server.should_exit = True
+
+        warm_up.start(ended)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.run(sockets=[place])
+        if warm_up.error is not None:
+            raise warm_up.error
+        if not warm_up.is_done:
+            leave_at_once()
+
+
+def address_of(place: socket.socket) -> str:
+    """The address of a socket as clients write it."""
+    host, port = place.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def leave_at_once() -> None:
+    """Ends the process while the engine's thread compiles, which nothing interrupts; nobody has been served yet."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

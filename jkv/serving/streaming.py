@@ -16,6 +16,7 @@ from jkv.model.params import Model
 from jkv.reasoning.marks import completion_decoder, marks_of
 from jkv.reasoning.token_bytes import PartReader
 from jkv.reasoning.token_text import decoder_of
+from jkv.reasoning.tool_calls import apart
 from jkv.serving.errors import error_body
 from jkv.serving.jobs import Job
 from jkv.serving.requests import ChatFields, CompletionFields, Fields
@@ -78,6 +79,15 @@ def sse(data: dict[str, Any]) -> str:
     return f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
 
 
+def typed_sse(data: dict[str, Any]) -> str:
+    r"""An event of a stream whose events have names, each its data's type.
+
+    >>> typed_sse({"type": "ping"})
+    'event: ping\ndata: {"type":"ping"}\n\n'
+    """
+    return f"event: {data['type']}\n{sse(data)}"
+
+
 async def stream(model: Model, head: Head, job: Job, tickets: Sequence[Ticket]) -> AsyncIterator[str]:
     """The events of a call."""
     fields, num_prompt, num_new = job.fields, sum(map(len, job.prompts)), 0
@@ -87,7 +97,7 @@ async def stream(model: Model, head: Head, job: Job, tickets: Sequence[Ticket]) 
         more["usage"] = counts(num_prompt, 0)
     chunks = make_chunks(model, head, job)
     try:
-        for choice in chunks.first():
+        for choice in chunks.prompts():
             yield sse(head.body([choice], is_chunk=True, **more))
         async with contextlib.aclosing(merged(tickets)) as events:
             async for index, event in events:
@@ -144,25 +154,29 @@ class ChatChunks:
     def __init__(self, model: Model, head: Head, job: Job) -> None:
         assert isinstance(job.fields, ChatFields)
         self.fields, self.head = job.fields, head
+        self.begun = set[int]()  # samples whose role was sent
         marks = marks_of(model.tokenizer)
         self.answers = [AnswerReader(marks, job.thinks, job.calls) for _ in range(job.num_samples)]
         self.readers = [PartReader(model.tokenizer, completion_decoder(model.tokenizer)) for _ in range(job.num_samples)]
 
-    def first(self) -> list[dict[str, Any]]:
-        """The role of each sample."""
-        delta = {"role": "assistant", "content": ""}
-        return [choice(index, delta=dict(delta)) for index in range(len(self.answers))]
+    def prompts(self) -> list[dict[str, Any]]:
+        """Nothing: a chat's messages are not echoed."""
+        return []
 
     def of(self, index: int, event: Event) -> list[dict[str, Any]]:
-        """The chunks of an event."""
+        """The chunks of an event. The role comes with the first tokens: a client that times its first chunk times them."""
         answer, fields = self.answers[index], self.fields
-        reasoning, content, pieces = answer.push(event.text or "", is_last=bool(event.finish_reason))
+        reasoning, segments = answer.push(event.text or "", is_last=bool(event.finish_reason))
+        content, pieces = apart(segments)
         delta: dict[str, Any] = reasoning_fields(reasoning if fields.include_reasoning else "")
         delta |= ({"content": content} if content else {}) | ({"tool_calls": answer.tool_calls(pieces)} if pieces else {})
         more: dict[str, Any] = {"token_ids": event.tokens} if fields.return_token_ids else {}
         if fields.logprobs and event.tokens:
             more["logprobs"] = chat_log_probs(self.readers[index], event.tokens, likely_in(event, fields))
-        chunks = [choice(index, delta=delta, **more)] if delta or (more and event.tokens) else []
+        chunks = [] if index in self.begun else [choice(index, delta={"role": "assistant", "content": ""})]
+        self.begun.add(index)
+        if delta or (more and event.tokens):
+            chunks.append(choice(index, delta=delta, **more))
         if event.finish_reason:
             chunks.append(choice(index, answer.reason(self.head.reason(event.finish_reason)), delta={}))
         return chunks
@@ -179,7 +193,7 @@ class TextChunks:
         own = completion_decoder(model.tokenizer)
         self.readers = [PartReader(model.tokenizer, own, len(text)) for text in self.echoed]
 
-    def first(self) -> list[dict[str, Any]]:
+    def prompts(self) -> list[dict[str, Any]]:
         """The prompts, if they are to be echoed."""
         if not self.fields.echo:
             return []

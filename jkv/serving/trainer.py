@@ -108,7 +108,7 @@ class Trainer:
             headers["x-request-id"] = id_of(request, fields.request_id)
         server.check_model(fields.model)
         fields.check_format(self.service.engine.options.kv_dtype)
-        server.check_room(fields.n)
+        server.check_room(fields.n * fields.num_prompts)
         job = await server.make_job(fields, None)
         server.check_room(job.num_open)
         tickets = server.submit(job, Head("generate", server.name), None)

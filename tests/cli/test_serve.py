@@ -88,8 +88,11 @@ def test_a_server_starts_answers_and_ends_when_it_is_asked_to(number):
     ]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ, start_new_session=True)
     try:
-        while not (found := re.search(r"serving tiny-reasoner, policy r_kv.* at (http://\S+)", process.stderr.readline())):
+        while not (found := re.search(r"ready at (http://\S+)", line := process.stderr.readline())):
             assert process.poll() is None
+            assert re.search(
+                r"serving tiny-reasoner, policy r_kv.* at http://|warming up, \d+ of \d+|warm after .* programs", line
+            )
         with urllib.request.urlopen(f"{found[1]}/weights_version", timeout=300) as answer:
             assert json.load(answer) == {"weights_version": 0}
         body = json.dumps({"prompt": PROMPT, "max_tokens": 8}).encode()

@@ -1,5 +1,6 @@
 """A server on a real socket, for all tests of this folder."""
 
+import dataclasses
 import json
 import shutil
 import threading
@@ -8,16 +9,35 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import numpy as np
 import pytest
+from tokenizers import Tokenizer, pre_tokenizers
 
 import jkv
 from jkv.checkpoints import loading as checkpoint
+from jkv.testing import TINY, tiny_model
+from tests.support.small_tokenizers import byte_level, with_end
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.content }}{% endfor %}"
     "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
 )
 SETTINGS = {"budget": 48, "interval": 16, "window": 4}
+TOOL_TEMPLATE = """{% if tools %}[TOOLS]{{ tools | tojson }}[/TOOLS]{% endif %}{% for message in messages %}
+<{{ message.role }}>{{ message.content }}{% if message.tool_calls %}{% for call in message.tool_calls %}
+<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}{% endif %}{% endfor %}
+<assistant>{% if thinks %}<think>{% endif %}"""
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    },
+}
+ASK = [{"role": "user", "content": "Weather in Zürich?"}]
+ARGUMENTS = '{"city": "Zürich", "days": 3}'
+CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
 
 
 @pytest.fixture(scope="session")
@@ -102,3 +122,31 @@ def tiny(running):
     while running.app.state.server.num_open:  # the server counts an answer after the client has all of it
         assert time.monotonic() < end, "an answer is still open"
         time.sleep(0.02)
+
+
+@pytest.fixture(scope="session")
+def scripted():
+    """A server whose model writes `scripted.text`."""
+    backend = Tokenizer.from_str(byte_level().backend_tokenizer.to_str())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer = with_end(backend)
+    tokenizer.chat_template = TOOL_TEMPLATE
+    model = tiny_model(config=dataclasses.replace(TINY, vocab_size=257, end_ids=(256,)), tokenizer=tokenizer)
+    engine = jkv.Engine(model, max_running=2, max_slots=1536, page_size=16, chunk=8, max_stop_ids=257)
+    one = Running(engine, policy="full", settings={})
+    server, make_job = one.app.state.server, one.app.state.server.make_job
+    one.text = ""
+
+    async def forced_job(fields, last):
+        job = await make_job(fields, last)
+        tokens = np.array([*one.text.encode()], np.int32)
+        changes = {"stop_ids": tuple(range(257))}  # whatever is drawn after the text ends it
+        groups = [
+            [dataclasses.replace(each, forced=tokens[: each.max_new_tokens], **changes) for each in group]
+            for group in job.groups
+        ]
+        return dataclasses.replace(job, groups=groups)
+
+    server.make_job = forced_job
+    yield one
+    one.close()

@@ -168,7 +168,7 @@ def test_a_response_that_still_runs_is_answered_409(server):
     while "still runs" in (error := post_any(server, messages=ASK, previous_response_id=first["id"], **BODY))["message"]:
         assert time.monotonic() < end
         time.sleep(0.02)
-    assert error["code"] == "not_found"
+    assert error["code"] == "previous_response_not_found"
 
 
 def post_any(server, **fields):

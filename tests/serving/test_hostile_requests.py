@@ -20,8 +20,8 @@ from jkv.errors import CODES
 from jkv.serving.errors import TOO_LONG
 from jkv.serving.options import ServerOptions
 from jkv.serving.requests import CompletionFields, policy_of
-from jkv.serving.run import warm_up
 from jkv.serving.streaming import EventStream
+from jkv.serving.warm_up import WarmUp
 
 httpx = pytest.importorskip("httpx")
 
@@ -114,6 +114,18 @@ def test_bad_input_of_each_kind_is_refused_while_others_are_served(tiny, expecte
         thread.join()
     assert [one["choices"][0]["token_ids"] for one in got] == [expected] * 2
     assert post(tiny, TEXT).json()["choices"][0]["token_ids"] == expected
+
+
+def test_too_many_prompts_are_refused_before_any_is_encoded(tiny, monkeypatch):
+    def fail(*_):
+        raise AssertionError("it is encoded")
+
+    monkeypatch.setattr(tiny.app.state.server.encoder, "encode", fail)
+    for prompt in (["a"] * 500_000, [[5]] * 500_000, ["a"] * 9):  # as many as a body holds
+        answer = post(tiny, {"prompt": prompt, "n": 2, "max_tokens": 1})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
+        assert f"got {2 * len(prompt)}" in answer.json()["error"]["message"]
+    assert "it is encoded" in post(tiny, {"prompt": [5] * 9, "max_tokens": 1}).json()["error"]["message"]  # one prompt
 
 
 def test_another_content_type_is_refused(tiny):
@@ -274,7 +286,7 @@ def test_a_warm_server_compiles_nothing_and_has_counted_nothing(chat_model):
     policies = [jkv.r_kv(**SETTINGS)]
     engine = jkv.Engine(chat_model, max_running=3, max_slots=96, chunk=8, policies=policies)  # nobody else has these programs
     with jkv.Service(engine) as service:
-        warm_up(service, jkv.r_kv(**SETTINGS), is_whole=False)
+        WarmUp(service, jkv.r_kv(**SETTINGS), "first").run()
         assert service.call(lambda engine: engine.stats.tokens).result() == 0
         before = COMPILING.seconds
         service.submit("b=3;c=7;d=b*c;?d", policy=jkv.r_kv(**SETTINGS), max_new_tokens=12).result()

@@ -46,16 +46,25 @@ def served(tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore:.*has no tokens")  # the questions are for a chat model
 def test_the_clients_of_the_page_are_answered(served, capsys, monkeypatch):
     clients = [block for block in BLOCKS if "client." in block]
-    assert len(clients) == 2
+    assert len(clients) == 3
     assert URL in clients[0]
     scope = {}
     for block in clients:
         exec(compile(block.replace(URL, served.url), "docs/server.md", "exec"), scope)
     assert "'held_tokens'" in capsys.readouterr().out
     assert scope["second"].usage.prompt_tokens_details.cached_tokens > 0
+    assert scope["later"].usage.input_tokens_details.cached_tokens > 0
     assert f"`jkv chat --url {URL}`" in PAGE
     monkeypatch.setattr("sys.stdin", io.StringIO("b=1;c=2;d=b+c;?d\n"))
     assert cli.main(["chat", "--url", served.url]) == 0
     out, err = capsys.readouterr()
     assert out.strip()
     assert "tokens held" in err
+
+
+@pytest.mark.filterwarnings("ignore:.*has no tokens")
+def test_the_client_of_anthropic_is_answered(served, capsys):
+    pytest.importorskip("anthropic")
+    (block,) = [block for block in BLOCKS if "import anthropic" in block]
+    exec(compile(block.replace(URL, served.url), "docs/server.md", "exec"), {})
+    assert "'held_tokens'" in capsys.readouterr().out
