@@ -14,7 +14,7 @@ from typing import Any
 from jkv.checks import did_you_mean, shown
 from jkv.errors import InputError
 from jkv.forms.automaton import both, only_first, overlap
-from jkv.forms.expressions import Either, Expression, Repeat, either, text
+from jkv.forms.expressions import NOTHING, Either, Expression, Repeat, either, text
 from jkv.forms.json_values import (
     CHARACTER,
     DEPTH,
@@ -97,7 +97,7 @@ class Reader:
         if schema is True or schema == {}:
             return self._any
         if schema is False:
-            return Either(())
+            return NOTHING
         if not isinstance(schema, Mapping):
             raise refuse(
                 "{field} must be a JSON schema, an object or true or false; got {got} at {where}.", where, got=shown(schema)
@@ -215,6 +215,8 @@ class Reader:
 
     def _string(self, given: Mapping[str, Any], where: str) -> Expression:
         least, most = counts(given, "minLength", "maxLength", where)
+        if most is not None and most < least:
+            return NOTHING
         rules = [quoted(Repeat(CHARACTER, least, most))] if least or most is not None else []
         if "pattern" in given:
             if not isinstance(given["pattern"], str):

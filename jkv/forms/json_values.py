@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from jkv.forms.expressions import (
     EMPTY,
     LAST_CHARACTER,
+    NOTHING,
     Either,
     Expression,
     Ranges,
@@ -77,15 +78,15 @@ def object_of(members: Sequence[Member], others: Member | None = None) -> Expres
 
 def array_of(items: Sequence[Expression], rest: Expression | None, least: int, most: int | None) -> Expression:
     """Lists that begin with some items, and go on with any number of others; between `least` and `most` in all."""
-    if most is not None and (most < least or (most <= len(items) and most < least)):
-        return Either(())
+    if most is not None and most < least:
+        return NOTHING
     items = items if most is None else items[:most]
     num_more = max(0, least - len(items))
     after, left = EMPTY, None if most is None else most - len(items)
     if rest is not None and left != 0:
         after = Repeat(chain(COMMA, GAP, rest), num_more, left)
     elif num_more:
-        return Either(())
+        return NOTHING
     if not items:
         if rest is None or left == 0:
             return text("[]")

@@ -89,8 +89,7 @@ def vocabulary_of(tokenizer: Any, vocab_size: int) -> Vocabulary:
     decode, think = completion_decoder(tokenizer), marks_of(tokenizer)
     added = {index: (str(token), token.special) for index, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
     ordinary = {think.begin, *think.ends, *SPECIAL_MARKS}
-    if not added:
-        added = {token_of(tokenizer, mark): (mark, False) for mark in ordinary}
+    added = {token_of(tokenizer, mark): (mark, False) for mark in ordinary} | added
     names = {
         index: name for index, (name, special) in added.items() if 0 <= index < vocab_size and (special or name in ordinary)
     }
