@@ -8,11 +8,8 @@ from jkv.forms.automaton import DEAD, backwards
 from jkv.forms.tables import END
 from tests.support.small_tokenizers import byte_level
 
-PIECES = (
-    *(b'{"', b'": ', b'", "', b'"}', b'":', b'",', b"', "', b"}}", b"]}", b"}]", b"[[", b"true", b"false", b"null", b"ab", b" "),
-    *(b"12", b"-1", b"0.5", b"00", b"\xc3\xa9", b"\xe2\x82", b"\x82\xac", b"\xf0\x9f\x98", b'\\"', b"\\u00", b"e-1", b'e"'),
-    *(b"id", b'name"', b"yes", b"no", b"\n\n", b"</th", b"ink>", b"2026-", b"-0", b"T1", b":0", b"Z"),
-)
+WORDS = rb"""{" ": "," "} ", ,"a }} ]} }] [[ true false null ab 12 -1 0.5 00 \" \u00 e-1 e" name" yes no </th ink> 2026- -0 T1 :0"""
+PIECES = (*WORDS.split(), b'": ', b'", "', b" x", b"\n\n", b"\xc3\xa9", b"\xe2\x82", b"\x82\xac", b"\xf0\x9f\x98")
 TOKENIZER = byte_level(*PIECES)
 TOKENIZER.add_tokens(["<think>", "</think>"])
 END_ID = 256 + len(PIECES)
