@@ -67,7 +67,7 @@ FORMATS = {  # some texts of each, and none that is not of it
 
 def refuse(rule: str, where: str, **values: Any) -> InputError:
     """The error about a part of a schema."""
-    return InputError(rule, field="form", code="unsupported", where=where or "#", **values)
+    return InputError(rule, field="form", code="unsupported", where=where, **values)
 
 
 def expression_of_schema(schema: Any) -> Expression:
@@ -76,7 +76,7 @@ def expression_of_schema(schema: Any) -> Expression:
     Raises:
       ValueError: no schema, or one with what is not honoured: it is named, with its place.
     """
-    return Reader(schema).read(schema, "#")
+    return Reader(schema).read(schema, "$")
 
 
 class Reader:
@@ -102,7 +102,7 @@ class Reader:
             raise refuse(
                 "{field} must be a JSON schema, an object or true or false; got {got} at {where}.", where, got=shown(schema)
             )
-        if where.count("/") > MOST_DEPTH:
+        if where.count(".") > MOST_DEPTH:
             raise refuse("{field} must be nested less deep; got more than {most} levels. Flatten it.", where, most=MOST_DEPTH)
         given = {name: value for name, value in schema.items() if name not in ANNOTATIONS and not str(name).startswith("x-")}
         for name in given:
@@ -132,7 +132,7 @@ class Reader:
             raise refuse(rule, where, name=name, got=shown(value))
         if name == "allOf":
             return self.read(merged([rest, *(self._resolved(each, where) for each in value)], where), where)
-        places = [f"{where}/{name}/{i}" for i in range(len(value))]
+        places = [f"{where}.{name}.{i}" for i in range(len(value))]
         schemas = [merged([rest, self._resolved(each, where)], where) if rest else each for each in value]
         found = [self.read(each, place) for each, place in zip(schemas, places, strict=True)]
         if name == "oneOf" and len(found) > 1 and overlap(*found):
@@ -163,7 +163,7 @@ class Reader:
         if name not in self._read:
             target = self._find(name, where)
             self._enter(name, where)
-            self._read[name] = self.read(target, name if name.count("/") < MOST_DEPTH else where)
+            self._read[name] = self.read(target, "$" + name[1:].replace("/", "."))
             self._open.pop()
         return self._read[name]
 
@@ -254,12 +254,12 @@ class Reader:
         if not isinstance(first, list) or isinstance(given.get("items"), list):
             rule = "{field} must have one schema as items, and a list of them as prefixItems; got {got} at {where}."
             raise refuse(rule, where, got=shown(given.get("items") if isinstance(first, list) else first))
-        items = [self.read(each, f"{where}/prefixItems/{i}") for i, each in enumerate(first)]
+        items = [self.read(each, f"{where}.prefixItems.{i}") for i, each in enumerate(first)]
         rest: Expression | None = None
         if given.get("items", True) is not False and not (
             "prefixItems" in given and "items" not in given and least <= len(items)
         ):
-            rest = self._inner(given["items"], f"{where}/items") if "items" in given else self._shallower()
+            rest = self._inner(given["items"], f"{where}.items") if "items" in given else self._shallower()
         return array_of(items, rest, least, most)
 
     def _object(self, given: Mapping[str, Any], where: str) -> Expression:
@@ -272,7 +272,7 @@ class Reader:
         names = dict.fromkeys([*properties, *map(str, required)])
         more = given.get("additionalProperties", True if not names else None)
         values = {
-            name: self.read(properties[name], f"{where}/properties/{name}") if name in properties else self._other(more, where)
+            name: self.read(properties[name], f"{where}.properties.{name}") if name in properties else self._other(more, where)
             for name in names
         }
         members = [Member(literal(name), value, name in required) for name, value in values.items() if value is not None]
@@ -283,7 +283,7 @@ class Reader:
 
     def _other(self, more: Any, where: str) -> Expression:
         """The value of a member that has no schema of its own."""
-        return self._shallower() if more in (None, True) else self._inner(more, f"{where}/additionalProperties")
+        return self._shallower() if more in (None, True) else self._inner(more, f"{where}.additionalProperties")
 
     def _inner(self, schema: Any, where: str) -> Expression:
         return self._shallower() if schema is True or schema == {} else self.read(schema, where)

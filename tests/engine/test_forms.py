@@ -98,7 +98,7 @@ def test_tokens_are_drawn_from_what_the_form_allows(engine):
 
 
 def test_thinking_is_free_and_the_answer_after_it_has_the_form(engine):
-    form, bias = OTHERS[0], {END_OF_THINKING_ID: 8.0}
+    form, bias = OTHERS[0], {END_OF_THINKING_ID: 6.0}
     thinks, may, answers = run(
         engine,
         {"form": form, "prompt": [*OPEN, THINK_ID], "logit_bias": bias, "n": 4},
@@ -111,7 +111,7 @@ def test_thinking_is_free_and_the_answer_after_it_has_the_form(engine):
         for tokens, reason, answer in zip(out.tokens.tolist(), out.finish_reason, out.answer, strict=True):
             assert reason == "length" or form.matches(answer)
             assert END_OF_THINKING_ID in tokens or tokens[0] != THINK_ID or reason == "length"
-    assert max(tokens.index(END_OF_THINKING_ID) for tokens in thinks.tokens.tolist() if END_OF_THINKING_ID in tokens) > 3
+    assert max(tokens.index(END_OF_THINKING_ID) for tokens in thinks.tokens.tolist() if END_OF_THINKING_ID in tokens) > 0
     assert any(tokens[0] == THINK_ID for tokens in may.tokens.tolist())
 
 

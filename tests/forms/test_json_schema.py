@@ -52,7 +52,7 @@ REFUSE = {  # texts that it must not allow
 NOT_HONOURED = [
     ({"type": "array", "items": {}, "uniqueItems": True}, "uniqueItems"),
     ({"type": "object", "patternProperties": {"a": {}}}, "patternProperties"),
-    ({"type": "object", "properties": {"a": {"not": {}}}}, "#/properties/a"),
+    ({"type": "object", "properties": {"a": {"not": {}}}}, "$.properties.a"),
     ({"type": "object", "minProperties": 1}, "minProperties"),
     ({"if": {}, "then": {}}, "'if'"),
     ({"typ": "string"}, "Did you mean"),
@@ -72,7 +72,7 @@ NOT_HONOURED = [
     ({"$defs": {"n": {"properties": {"n": {"$ref": "#/$defs/n"}}}}, "$ref": "#/$defs/n"}, "refer to itself"),
     ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "exclude each other"),
     ({"allOf": [{"maxLength": 1}, {"maxLength": 2}]}, "say maxLength once"),
-    ({"properties": {"a": 3}}, "#/properties/a"),
+    ({"properties": {"a": 3}}, "$.properties.a"),
     ({"properties": [1]}, "properties"),
     ({"minimum": True}, "minimum"),
     ({"items": [{}]}, "prefixItems"),

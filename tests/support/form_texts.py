@@ -8,9 +8,7 @@ from jkv.forms.automaton import DEAD, backwards
 from jkv.forms.tables import END
 from tests.support.small_tokenizers import byte_level
 
-WORDS = (
-    rb"""{" ": "," "} ", ,"a }} ]} }] true false null 12 -1 0.5 00 \" \u00 e-1 e" name" yes no </th ink> 2026- -0 T1 :0"""
-)
+WORDS = rb"""{" ": "," "} ", ,"a }} ]} }] true false null 12 -1 0.5 00 \" \u00 e-1 e" name" yes no </th ink> 2026- -0 T1 :0"""
 PIECES = (*WORDS.split(), b'": ', b'", "', b" x", b"\n\n", b"\xc3\xa9", b"\xe2\x82", b"\x82\xac", b"\xf0\x9f\x98")
 TOKENIZER = byte_level(*PIECES)
 TOKENIZER.add_tokens(["<think>", "</think>"])
