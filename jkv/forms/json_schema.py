@@ -49,7 +49,8 @@ ANNOTATIONS = {  # which no value breaks
     *("$schema", "$id", "$comment", "$defs", "definitions"),
 }
 KNOWN = {*GENERAL, *(name for names in KEYWORDS.values() for name in names)}
-DATE = r"\d{4}-(0[1-9]|1[0-2])-(0[1-9]|1\d|2[0-8])"  # the days that every month has
+DAYS = r"(0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)|02-(0[1-9]|1\d|2[0-8])"
+DATE = rf"[1-9]\d{{3}}-({DAYS})"  # without the 29th of February, which not every year has
 TIME = r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,9})?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)"
 BYTE = r"(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
 NAME = r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"

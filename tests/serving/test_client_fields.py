@@ -30,6 +30,7 @@ PARAMS = [  # what is wrong, and the field that the error names
     ({"temprature": 1}, "temprature"),
     ({"budgt": 64}, "budgt"),
     ({"guided_json": {}}, "guided_json"),
+    ({"guided_grammar": "a"}, "guided_grammar"),
     ({"policy": "r_kv", "budget": 0}, "budget"),
     ({"policy": "r_kv"}, "budget"),
     ({"policy": "rkv"}, "policy"),
