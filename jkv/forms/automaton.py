@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import breadth_first_order, connected_components
 
 from jkv.errors import refused
 from jkv.forms.expressions import Chain, Either, Expression, Machine, One, Repeat
@@ -208,6 +206,9 @@ def backwards(following: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def reached(num_states: int, steps: tuple[np.ndarray, np.ndarray], starts: np.ndarray) -> np.ndarray:
     """Which states steps lead to, from any of the starts: [states]."""
+    from scipy.sparse import csr_array  # here, as it takes long to import
+    from scipy.sparse.csgraph import breadth_first_order
+
     rows = np.concatenate([steps[0], np.full(len(starts), num_states)])
     columns = np.concatenate([steps[1], starts])
     graph = csr_array((np.ones(len(rows), np.int8), (rows, columns)), shape=(num_states + 1, num_states + 1))
@@ -242,6 +243,9 @@ def groups_of(following: np.ndarray, is_accepting: np.ndarray) -> np.ndarray:
     From the end: a state whose followers have groups is of the group of others with the same followers. Where states follow
     each other in circles, the states of the last circles are split until they stay.
     """
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import connected_components
+
     after, earlier = backwards(following)
     before = earlier, after
     group, names = np.full(len(following) + 1, DEAD), dict[Any, int]()  # one more, of what cannot come

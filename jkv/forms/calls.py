@@ -17,7 +17,7 @@ Spell = Callable[[str], Expression]
 
 
 def value_of_calls(form: CallForm, functions: Mapping[str, Any], has_many: bool) -> str:
-    """The value of a `jkv.Form` of calls: one of some functions, or several where `has_many`.
+    """The value of a `jkv.forms.Form` of calls: one of some functions, or several where `has_many`.
 
     Raises:
       ValueError: calls that are not written as JSON.

@@ -6,6 +6,7 @@ engine's `FormStore`; the next step's mask is one gather of it, by the class of 
 
 from typing import Annotated, Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
@@ -65,6 +66,7 @@ class Forms(StepPart):
 
     def draw(self, draw: Draw, carry: Any) -> Draw:
         can_come = (self.after(carry.state, carry.class_of) != DEAD) | (self.start == NONE)[:, None]
+        can_come = jax.lax.optimization_barrier(can_come)  # else XLA gathers again for each use of the logits
         return draw._replace(logits=jnp.where(can_come[:, None], draw.logits, -jnp.inf))
 
     def take(self, step: Step, carry: Any) -> tuple[Step, Any]:
