@@ -14,6 +14,7 @@ from jkv.forms.expressions import Chain, Either, Expression, Machine, One, Repea
 
 MOST_STATES = 16_000  # of an automaton
 MOST_PARTS = 500_000  # states of an expression before it is an automaton
+MOST_STEPS = 1_000_000  # of those parts to each other without a symbol, all together
 DEAD = -1
 BYTES = 256
 
@@ -117,13 +118,16 @@ class Parts:
 
     def closures(self) -> list[frozenset[int]]:
         """Of each state, the states with edges (or the end, 0) that it is at the same time."""
-        found: list[frozenset[int]] = []
+        found, total = list[frozenset[int]](), 0
         for state in range(len(self.edges)):
             seen, open_ones = {state}, [state]
             while open_ones:
                 new = [to for to in self.free[open_ones.pop()] if to not in seen]
                 seen.update(new)
                 open_ones += new
+            total += len(seen)
+            if total > MOST_STEPS:
+                raise too_large("optional parts after each other", total, MOST_STEPS)
             found.append(frozenset(one for one in seen if self.edges[one] or one == 0))
         return found
 

@@ -34,6 +34,8 @@ from jkv.forms.patterns import expression_of
 MOST_COUNT = 10_000  # of lengths and numbers of items
 MOST_DEPTH = 64  # of a schema
 MOST_STEP = 1_000  # of multipleOf
+MOST_SCHEMAS = 5_000  # that are read, each as often as something refers to it
+MOST_EXCLUSIVE = 50  # schemas of a oneOf
 KEYWORDS = {  # of each type
     "string": ("minLength", "maxLength", "pattern", "format"),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
@@ -92,9 +94,17 @@ class Reader:
         self._open: list[str] = []  # references that are being read
         self._read: dict[str, Expression] = {}  # what they are
         self._any = any_value()
+        self._num_read = 0
 
     def read(self, schema: Any, where: str) -> Expression:
         """The texts of a schema at a place."""
+        self._num_read += 1
+        if self._num_read > MOST_SCHEMAS:
+            raise refuse(
+                "{field} must have at most {most:,} schemas, with references written out. Simplify it.",
+                where,
+                most=MOST_SCHEMAS,
+            )
         if schema is True or schema == {}:
             return self._any
         if schema is False:
@@ -136,6 +146,9 @@ class Reader:
         places = [f"{where}.{name}.{i}" for i in range(len(value))]
         schemas = [merged([rest, self._resolved(each, where)], where) if rest else each for each in value]
         found = [self.read(each, place) for each, place in zip(schemas, places, strict=True)]
+        if name == "oneOf" and len(found) > MOST_EXCLUSIVE:
+            rule = "{field} must have at most {most} schemas in oneOf; got {got} at {where}. Write anyOf."
+            raise refuse(rule, where, most=MOST_EXCLUSIVE, got=len(found))
         if name == "oneOf" and len(found) > 1 and overlap(*found):
             rule = "{field} must have schemas in oneOf that exclude each other; got some that do not at {where}. Write anyOf."
             raise refuse(rule, where)

@@ -72,6 +72,7 @@ NOT_HONOURED = [
     ({"$defs": {"n": {"properties": {"n": {"$ref": "#/$defs/n"}}}}, "$ref": "#/$defs/n"}, "refer to itself"),
     ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "exclude each other"),
     ({"allOf": [{"maxLength": 1}, {"maxLength": 2}]}, "say maxLength once"),
+    ({"oneOf": [{"const": n} for n in range(60)]}, "at most 50"),
     ({"properties": {"a": 3}}, "$.properties.a"),
     ({"properties": [1]}, "properties"),
     ({"minimum": True}, "minimum"),
@@ -135,6 +136,20 @@ def test_a_form_of_too_many_states_is_refused(monkeypatch):
     ):
         with pytest.raises(InputError, match="at most 100 states"):
             forms.json(schema)
+
+
+def test_what_would_take_too_long_is_refused():
+    parts = {
+        f"d{i}": {"type": "object", "properties": {k: {"$ref": f"#/$defs/d{i + 1}", "type": "object"} for k in "ab"}}
+        for i in range(30)
+    }
+    parts["d30"] = {"type": "object"}
+    with pytest.raises(InputError, match="schemas, with references"):
+        forms.json({"$defs": parts, "$ref": "#/$defs/d0"})
+    with pytest.raises(InputError, match="optional parts"):
+        forms.regex("(a?){1500}")
+    with pytest.raises(InputError, match="states"):
+        forms.regex("(a|b)*a(a|b){15}")
 
 
 def test_equal_forms_are_one():

@@ -29,7 +29,7 @@ PARAMS = [  # what is wrong, and the field that the error names
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"temprature": 1}, "temprature"),
     ({"budgt": 64}, "budgt"),
-    ({"guided_json": {}}, "guided_json"),
+    ({"guided_json": {"type": "object"}}, "guided_json"),
     ({"guided_grammar": "a"}, "guided_grammar"),
     ({"policy": "r_kv", "budget": 0}, "budget"),
     ({"policy": "r_kv"}, "budget"),
