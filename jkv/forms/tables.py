@@ -77,7 +77,6 @@ def over_tokens(automaton: Automaton, vocabulary: Vocabulary) -> Table:
     following = effects.T[:-1]  # [states, effects]
     following = np.where(following == len(following), DEAD, following)
     is_alive = alive(following, automaton.is_accepting)
-    following = np.where(np.append(is_alive, False)[following], following, DEAD)  # DEAD is the last
     starts = [start if start != DEAD and is_alive[start] else DEAD for start in automaton.starts]
     state, effect = np.nonzero(following != DEAD)
     is_used = is_alive & reached(

@@ -13,7 +13,12 @@ from tests.support.form_texts import SCHEMAS, SIZE, TOKENIZER, random_schema, wr
 
 CHECKER = jsonschema.Draft202012Validator.FORMAT_CHECKER
 WRITE = {  # texts that a form must allow
-    "members": ['{"b": ""}', '{"a": -3, "b": "x\u20ac\\n\\"", "c": [1, {"k": null}]}', '{"a":1,"b":"","c":0.5e-3}'],
+    "members": [
+        '{"b": ""}',
+        '{"b": "\\b\\t\\n\\f\\r\\"\\\\"}',
+        '{"a": -3, "b": "x\u20ac\\n\\"", "c": [1, {"k": null}]}',
+        '{"a":1,"b":"","c":0.5e-3}',
+    ],
     "map": ["{}", '{"a": true, "b": false}'],
     "open": ['{"id": 1}', '{"x": "y"}', '{"id": 1, "i": "y", "idx": "z"}'],
     "nested": ["[]", '[[], [{}, {"x": null}]]'],
