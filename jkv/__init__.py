@@ -22,7 +22,7 @@ if not hasattr(pallas_kernels, "KERNELS"):
         "from the path, or install jkv-cache in an environment of its own."
     )
 
-from jkv import rl, testing, viz
+from jkv import forms, rl, testing, viz
 from jkv.analysis.analysis import Analysis, analyze
 from jkv.analysis.calibration import calibrate
 from jkv.analysis.foresee import foresee
@@ -129,6 +129,7 @@ __all__ = [
     "choose",
     "compare",
     "evict_by",
+    "forms",
     "generate",
     "join_weights",
     "load",

@@ -22,6 +22,7 @@ from jkv.engine.sizing import sized
 from jkv.engine.stats import RunStats
 from jkv.errors import InputError
 from jkv.eviction import Policy
+from jkv.forms import Form
 from jkv.model.params import Model, Params
 from jkv.model.sampling import SAMPLING_FIELDS, Sampling
 from jkv.progress import progress_bar
@@ -44,6 +45,7 @@ def generate(
     forced_tokens: Sequence[int] | Sequence[Sequence[int]] | None = None,
     prompt_piece: int | None = None,
     parse_special: bool = False,
+    form: Form | None = None,
     prompt_mask: Any = None,
     on_tokens: Callable[[Event], None] | None = None,
     progress: bool | None = None,
@@ -56,8 +58,8 @@ def generate(
       prompt_or_prompts: a string, a conversation (a list of messages such as `{"role": "user", "content": "..."}`, which the
         tokenizer's chat template turns into text), or a sequence of token ids; or a list of these; or what a tokenizer of
         Hugging Face returns for texts.
-      policy, sampling, max_new_tokens, n, stop_ids, stop_strings, forced_tokens, prompt_piece, parse_special: see
-        `jkv.RequestOptions`.
+      policy, sampling, max_new_tokens, n, stop_ids, stop_strings, forced_tokens, prompt_piece, parse_special, form:
+        see `jkv.RequestOptions`.
       prompt_mask: of padded rows of token ids, on either side: 1 for each token and 0 for padding, as a tokenizer's
         `attention_mask`. Rows that look padded are refused without it.
       on_tokens: receives a `jkv.Event` for each sample and chunk (`event.ticket` is the prompt's index), or on replicas for
@@ -88,6 +90,7 @@ def generate(
         forced_tokens=forced_tokens,
         prompt_piece=prompt_piece,
         parse_special=parse_special,
+        form=form,
     )
     prompts = encode_prompts(model, prompt_or_prompts, request_options.parse_special, prompt_mask)
     requests = make_requests(model, prompts, request_options, kv_format=options.kv_format)

@@ -45,6 +45,7 @@ from jkv.engine.scheduler import Capacity, Scheduler
 from jkv.engine.stats import RunStats
 from jkv.errors import InputError
 from jkv.eviction import Needs, Policy
+from jkv.forms import Form
 from jkv.model import sharding, weights
 from jkv.model.params import Model, Params
 from jkv.model.sampling import Sampling
@@ -196,6 +197,7 @@ class Engine:
         allowed_token_ids: Sequence[int] | None = None,
         min_tokens: int = 0,
         bad_words: Sequence[Sequence[int]] = (),
+        form: Form | None = None,
         keep: bool = False,
     ) -> int:
         """Queues `n` samples of one prompt and returns the request's ticket.
@@ -204,7 +206,7 @@ class Engine:
           prompt: a text, a list of token ids, or a conversation (a list of messages).
           policy, sampling, max_new_tokens, n, stop_ids, stop_strings, first_sample: see `jkv.RequestOptions`.
           forced_tokens, cache_salt, prompt_piece, parse_special, model_logprobs, top_logprobs: see there.
-          logit_bias, allowed_token_ids, min_tokens, bad_words: see there.
+          logit_bias, allowed_token_ids, min_tokens, bad_words, form: see there.
           on_tokens: receives an `Event` for each sample and chunk; if it raises, the request ends with the reason "error" and
             the others continue.
           request: a number below 2**32 that identifies the prompt in the random keys; None is a hash of its tokens. With a
@@ -232,6 +234,7 @@ class Engine:
             allowed_token_ids=allowed_token_ids,
             min_tokens=min_tokens,
             bad_words=bad_words,
+            form=form,
         )
         prompts = encode_prompts(self.model, prompt, options.parse_special)
         if len(prompts) != 1:

@@ -38,9 +38,10 @@ GIVEN_ELSEWHERE = {  # settings that are not the engine's: where they are given
     **dict.fromkeys(("batch_size", "max_num_seqs"), " Write max_running=."),
     **dict.fromkeys(("messages", "prompt", "prompts", "input_ids"), " Pass messages, texts or token ids as the prompt."),
     **dict.fromkeys(
-        ("logit_bias", "allowed_token_ids", "min_tokens", "bad_words", "top_logprobs", "model_logprobs"),
+        ("logit_bias", "allowed_token_ids", "min_tokens", "bad_words", "form", "top_logprobs", "model_logprobs"),
         " Give it to jkv.Engine(...).submit.",
     ),
+    **dict.fromkeys(("response_format", "guided_json", "json_schema"), " Write form=jkv.forms.json(...)."),
     "attention_mask": " Write prompt_mask=.",
     "tokenizer": " The model has its own, model.tokenizer.",
     "do_sample": " Write temperature=0 to be greedy, and a higher one to draw.",

@@ -88,5 +88,6 @@ def digest(request: Request) -> int:
     """A number of 32 bits that differs where what is drawn would differ, the seed aside."""
     settings: Any = request.policy.definition, request.max_new_tokens, request.stop_ids, request.sampling, request.sample
     settings += request.stop_strings, request.forced.tolist(), request.identity, request.first, request.num_kept, request.keep
+    settings += (request.form,)
     text = re.sub(r" at 0x[0-9a-f]+", "", repr(settings))  # where a function of a policy lies
     return zlib.crc32(text.encode(), zlib.crc32(request.prompt.tobytes()))

@@ -15,11 +15,13 @@ import numpy as np
 from jkv.cache.slot_size import slot_size_of
 from jkv.checkpoints.state_dicts import params_from
 from jkv.checks import check_between, check_counts, check_least, check_length, did_you_mean, out_of_range, shown, typed
+from jkv.engine.form_checks import check_form, start_of
 from jkv.engine.prompts import check_ids, num_elements, too_long
 from jkv.errors import InputError, refused
 from jkv.eviction import Policy
 from jkv.eviction.byte_budget import check_sealing, in_slots
 from jkv.eviction.policy import compacted, until_token
+from jkv.forms import Form
 from jkv.limits import MOST_SAMPLES
 from jkv.model.joined import GROUPS, joined_of
 from jkv.model.params import Model, ModelConfig, Params
@@ -65,6 +67,8 @@ class Request:
       allowed_ids: the only tokens that may be drawn; empty for all.
       min_tokens: tokens before any that ends it may be drawn.
       bad_words: sequences of tokens that its completion may not hold.
+      form: what its answer must be.
+      form_start: how its completion begins: `jkv.forms.tables.ANSWERS`, or `MAY_THINK`, or `THINKS`.
     """
 
     prompt: np.ndarray
@@ -89,6 +93,8 @@ class Request:
     allowed_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
+    form: Form | None = None
+    form_start: int = 0
 
     @property
     def has_biases(self) -> bool:
@@ -178,6 +184,8 @@ class RequestOptions:
       min_tokens: tokens before one that ends the completion may be drawn; stop texts may end it before.
       bad_words: sequences of token ids that the completion may not hold: the last token of each is not drawn after the others.
         Up to 32, of up to 8 tokens.
+      form: what the answer must be, such as JSON of a schema: `jkv.forms.json`, `regex` or `choice`; None for any text. What
+        the model thinks before the answer is free. The log-probabilities of the draws are of the tokens that the form allows.
 
     Raises:
       ValueError: a setting of another type, or out of its range.
@@ -200,6 +208,7 @@ class RequestOptions:
     allowed_token_ids: Sequence[int] | None = None
     min_tokens: int = 0
     bad_words: Sequence[Sequence[int]] = ()
+    form: Form | None = None
 
     def __post_init__(self) -> None:
         kinds: dict[str, Any] = {"n": int, "max_new_tokens": int | None, "first_sample": int, "cache_salt": str}
@@ -281,6 +290,7 @@ def make_requests(
     ends = config.end_ids if options.stop_ids is None else check_stop_ids(options.stop_ids, config.vocab_size)
     check_stop_strings(model, options.stop_strings)
     biases = biases_of(options, ends, config.vocab_size)
+    check_form(model, options, ends, MOST_ENDS)
     seen: collections.Counter[int] = collections.Counter()
     requests = []
     for i, (prompt, policy) in enumerate(zip(prompts, policies, strict=True)):
@@ -299,6 +309,7 @@ def make_requests(
         rest: Any = (limit, ends, tuple(options.stop_strings), asked is None, until_token(policy, model), forced[i])
         named: Any = {"cache_salt": options.cache_salt, "first": piece if piece < len(prompt) else 0}
         named |= {"model_logprobs": options.model_logprobs, "top_logprobs": options.top_logprobs} | biases
+        named |= {"form": options.form, "form_start": 0 if options.form is None else start_of(model, prompt)}
         if options.min_tokens > limit:
             rule = "{field} must be at most {max_new_tokens}, {limit} here; got {got}."
             raise InputError(rule, field="min_tokens", code="conflict", limit=limit, got=options.min_tokens)

@@ -17,12 +17,11 @@ from jkv.eviction.policy import Policy
 from jkv.model.experts import RouteRecorder
 from jkv.model.params import Model, ModelConfig
 from jkv.model.sampling import Sampling
-from jkv.reasoning.marks import Marks, marks_of
+from jkv.reasoning.marks import MOST_MARK, Marks, marks_of
 from jkv.replay.trace import Trace, join_traces
 
 FAILED = ("error", "nan")  # finish reasons
 SHOWN, WIDTH = 5, 60  # samples, and characters of each, that a result shows of itself
-MOST_MARK = 16  # last tokens of a prompt, where it may begin the thinking
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

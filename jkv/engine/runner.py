@@ -26,6 +26,7 @@ from jkv.engine.device_program import LEAST_ROWS, device_program, programs_for
 from jkv.engine.drafters import Drafter, places_of
 from jkv.engine.faults import accuse, blame, working_for
 from jkv.engine.filling import PIECES, Filling, Pieces
+from jkv.engine.form_store import FormStore
 from jkv.engine.kept_rows import KeptRows
 from jkv.engine.memory import state_bytes
 from jkv.engine.parts.base import Carried, Rows
@@ -200,6 +201,7 @@ class Runner:
         self._place = weights.place_of(model.params)
         everywhere = self._place if mesh is None else meshes.replicated(mesh)
         # On the device, as what a chunk returns is: programs would compile once more for an array of the host.
+        self.forms = FormStore(functools.partial(jax.device_put, device=everywhere))
         self._all_alive: Any = jax.device_put(np.ones(self.num_rows, bool), everywhere) if self.ahead else None
         self.wake()
         self._settings: ChunkInputs | None = None  # settings of the rows, on the device; None when the rows have changed
@@ -556,7 +558,7 @@ class Runner:
         self._settings, self._carried = None, Carried()
 
     def _rows(self, running: Mapping[int, Sample]) -> Rows:
-        return Rows(running, self.num_rows, self.model, self.needs, self.gate, self.routed_experts, self.drafter)
+        return Rows(running, self.num_rows, self.model, self.needs, self.gate, self.routed_experts, self.drafter, self.forms)
 
     @functools.cached_property
     def _parts_of_prompts(self) -> Parts:

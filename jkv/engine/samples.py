@@ -17,6 +17,7 @@ from jkv.errors import refused
 from jkv.eviction import AfterPrompt, Policy
 from jkv.eviction.policy import compacted
 from jkv.eviction.schedules import ask
+from jkv.forms.tables import Walk
 from jkv.model.experts import RouteRecorder
 from jkv.reasoning.marks import completion_decoder
 from jkv.reasoning.sharing import Pair, Sharing
@@ -172,6 +173,7 @@ class Sample:
     generated: int = 0
     thinking: Thinking = dataclasses.field(default_factory=Thinking)  # progress that sets the strength of steering
     sharing: Sharing | None = None  # of a row whose policy shares pages
+    walk: Walk | None = None  # through the table of its form, for the parts of a step
     text: TextStream | None = None
     num_emitted: int = 0  # characters of the text that events have had
     num_emitted_tokens: int = 0

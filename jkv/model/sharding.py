@@ -72,7 +72,7 @@ SPLIT_WEIGHTS = frozenset("KNFV")
 OF_KV_HEADS = frozenset("KP")  # copied where devices outnumber them; what else is split, is split over all devices
 EXPERTS = "X"  # split in place of the width of their matrices
 WHOLE = frozenset(
-    [*"ABDEFGHILMRSTVWX", "MP", "choices", "half", "joined", "page", "steps", "top"]
+    [*"ABDEFGHILMRSTVWX", "MP", "choices", "entries", "half", "joined", "page", "steps", "top"]
 )  # E: stop tokens, I: entries of a list, top: most likely tokens
 KV_COUNTS = "num_kv_heads", "window_kv_heads"  # 0 for what a model does not have
 HEAD_COUNTS = *KV_COUNTS, "num_query_heads"

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 from jkv.reasoning.token_text import END_OF_THINKING, THINK, Decoder, byte_values, token_of
 from jkv.reasoning.tool_calls import SPECIAL_MARKS
 
+MOST_MARK = 16  # last tokens of a prompt, where it may begin the thinking
+
 
 class Marks(NamedTuple):
     """The texts around what a model thinks.

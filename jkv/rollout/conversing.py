@@ -114,6 +114,8 @@ def converse(
     if unwanted := [name for name in ("max_new_tokens", "stop_strings") if options.get(name)]:
         rule = f"Turns are limited by max_turn_tokens and ended by stop_ids; got {' and '.join(unwanted)}. Leave that out."
         raise refused(rule, **{unwanted[0]: "conflict"})
+    if options.get("form") is not None:
+        raise refused("A form is one answer's; a conversation has several. Leave form out.", form="conflict")
     if not callable(reply):
         raise refused(f"reply must be a function of a jkv.rollout.Turn; got {shown(reply)}.", reply="wrong_type")
     check_between(0, MOST_WORKERS, workers=typed("workers", workers, int))

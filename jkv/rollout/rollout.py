@@ -174,7 +174,7 @@ class Rollout(Session):
           progress: see `run`.
           on_error: what becomes of a call where `reply` raised, once the other conversations have ended: "raise" raises
             `jkv.rollout.ReplyError`, which has all conversations, and "return" returns them with a warning.
-          options: see `jkv.rollout.SampleOptions`; a conversation takes no `max_new_tokens` and no `stop_strings`.
+          options: see `jkv.rollout.SampleOptions`; a conversation takes no `max_new_tokens`, `stop_strings` or `form`.
 
         Ctrl-C ends all unfinished conversations, which keep their turns so far (reason "cancelled").
 

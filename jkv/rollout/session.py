@@ -20,6 +20,7 @@ from jkv.engine.prompts import encode_prompts
 from jkv.engine.requests import Request, RequestOptions, make_requests
 from jkv.errors import refused
 from jkv.eviction import Policy
+from jkv.forms import Form
 from jkv.model.params import Model
 from jkv.model.sampling import Sampling
 from jkv.progress import progress_bar
@@ -32,7 +33,8 @@ class SampleOptions(TypedDict, total=False):
     """What a rollout is asked for besides prompts, by name. What is left out is the rollout's setting; so is None.
 
     Attributes:
-      n, max_new_tokens, stop_ids, stop_strings, first_sample, cache_salt, parse_special: see `jkv.RequestOptions`.
+      n, max_new_tokens, stop_ids, stop_strings, first_sample, cache_salt, parse_special, form: see
+        `jkv.RequestOptions`.
       sampling: None is temperature 1 without cuts and penalties, as a policy gradient needs it.
       seed: replaces the sampling's seed; if both are None, fresh entropy is drawn, and `stats.seed` reports it. An equal seed
         gives equal tokens, whatever else is in the batch.
@@ -52,6 +54,7 @@ class SampleOptions(TypedDict, total=False):
     first_sample: int
     cache_salt: str
     parse_special: bool
+    form: Form | None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,10 +30,12 @@ from jkv.engine.service import Ticket
 from jkv.errors import InputError
 from jkv.eviction import Policy
 from jkv.eviction.byte_budget import in_slots
+from jkv.forms import Form
 from jkv.model.params import Model
 from jkv.model.sampling import Sampling
-from jkv.reasoning.marks import marks_of
+from jkv.reasoning.marks import MOST_MARK, marks_of
 from jkv.reasoning.tool_calls import FORMS, CallForm, CallSplitter, form_of
+from jkv.serving.form_fields import form_of_calls
 from jkv.serving.messages import plain_messages
 from jkv.serving.options import ServerOptions
 from jkv.serving.requests import ChatFields, CompletionFields, TokenizeFields, policy_of
@@ -137,7 +139,6 @@ def longest_text(engine: Engine, policy: Policy) -> int:
 
 
 TOOL_VARIABLES = ("tools", "xml_tools")  # the latter is SmolLM3's
-MOST_MARK = 16  # last tokens of a prompt, where it may begin the thinking
 
 
 @dataclasses.dataclass(frozen=True)
@@ -352,6 +353,7 @@ def make_turn(
     if fields.cache_salt not in (None, salt):
         rule = "{field} is the conversation's own with previous_response_id; got another one, {got}. Leave it out."
         raise InputError(rule, field="cache_salt", code="conflict", got=shown(fields.cache_salt))
+    calls = encoder.calls(fields)
     new = encoder.encode_after(history, fields.messages, int(row.transcript.tokens[-1]), **fields.template)
     sampling = fields.sampling(model)
     request_options = RequestOptions(
@@ -363,10 +365,11 @@ def make_turn(
         **fields.returned(sampling),
         **fields.excluded,
         bad_words=fields.bad_tokens(model),
+        form=form_for(fields, calls),
     )
     request = turns.next_request(model, row, new, request_options, fields.store)
     thinks = ends_in_thinking(model, request.prompt)
-    return Job(fields, [request.prompt], [[request]], thinks, encoder.calls(fields), row)
+    return Job(fields, [request.prompt], [[request]], thinks, calls, row)
 
 
 def make_job(
@@ -399,11 +402,24 @@ def make_job(
             **fields.returned(sampling),
             **fields.excluded,
             bad_words=fields.bad_tokens(model),
+            form=form_for(fields, calls),
         )
         made = make_requests(model, prompts, request_options, kv_format=kv_format)
         keep = isinstance(fields, ChatFields) and fields.store
         groups = [turns.with_keep(group, keep) for group in made]
     return Job(fields, prompts, groups, isinstance(fields, ChatFields) and ends_in_thinking(model, prompts[0]), calls)
+
+
+def form_for(fields: ChatFields | CompletionFields, calls: Calls | None) -> Form | None:
+    """The form of an answer: the one that the client asks for, or the one of calls that it requires.
+
+    Raises:
+      InputError: a form that is not served.
+    """
+    if calls is None or not isinstance(fields, ChatFields) or not fields.must_call:
+        return fields.form
+    functions = {name: schema for name, schema in calls.functions.items() if name in fields.must_call}
+    return form_of_calls(calls.form, functions, calls.has_many)
 
 
 def ends_in_thinking(model: Model, prompt: Sequence[int] | np.ndarray) -> bool:

@@ -6,10 +6,12 @@ from typing import Any
 from jkv.checks import shown
 from jkv.errors import InputError
 
-SAME = {  # name for name: those of llama.cpp, Ollama and text-generation-inference
+SAME = {  # name for name: those of llama.cpp, Ollama, SGLang and text-generation-inference
+    "json_schema": "guided_json",
     "max_new_tokens": "max_tokens",
     "n_predict": "max_tokens",
     "num_predict": "max_tokens",
+    "regex": "guided_regex",
     "repeat_penalty": "repetition_penalty",
 }
 THINKING = ("enable_thinking", "think", "thinking", "reasoning")  # of vLLM and Qwen, Ollama, Anthropic and GLM, OpenRouter

@@ -16,16 +16,18 @@ from jkv.checks import MOST_SHOWN, check_length, did_you_mean, out_of_range, sho
 from jkv.engine.prompts import encode_text
 from jkv.errors import InputError
 from jkv.eviction import Policy
+from jkv.forms import Form
 from jkv.model.params import Model
 from jkv.model.sampling import MOST_TOP, SAMPLING_FIELDS, Sampling
 from jkv.policies import POLICIES, make
 from jkv.policies.own import is_own
 from jkv.serving.errors import NAMES
+from jkv.serving.form_fields import field_of, fields_of, form_of
 from jkv.serving.messages import MOST_TOOLS, functions_of, unread_of
 from jkv.serving.options import ServerOptions
 
 F = TypeVar("F", bound="Body")
-CONSTRAINED = "the engine constrains no text"
+GRAMMAR = "grammars are no finite automata; a JSON schema, a regular expression and a choice are served"
 REFUSED: dict[str, tuple[Any, str]] = {  # they would change a completion: the value that does not, and why others are refused
     "audio": (None, "the model writes text alone"),
     "chat_template": (None, "conversations have the model's own template"),
@@ -34,9 +36,7 @@ REFUSED: dict[str, tuple[Any, str]] = {  # they would change a completion: the v
     "include_stop_str_in_output": (False, "a text ends before its stop text"),
     "modalities": (["text"], "the model writes text alone"),
     "previous_response_id": (None, "only chats are stored"),
-    **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), (None, CONSTRAINED)),
-    **dict.fromkeys(("ebnf", "grammar", "json_schema", "regex", "structured_outputs"), (None, CONSTRAINED)),
-    "response_format": ({"type": "text"}, CONSTRAINED),
+    **dict.fromkeys(("ebnf", "grammar", "guided_grammar", "structural_tag"), (None, GRAMMAR)),
     "return_token_strs": (False, "token ids have texts at /detokenize"),
     "skip_special_tokens": (True, "special tokens are left out of texts; return_token_ids has them"),
     "store": (False, "only chats are stored"),
@@ -83,7 +83,8 @@ class TemplateFields(Body):
 
     Attributes:
       tools: functions that the model may call.
-      tool_choice: "auto", or "none": then the template receives no tools, and calls are not looked for.
+      tool_choice: "auto"; "required", or a function, `{"type": "function", "function": {"name": ...}}`: the answer is nothing
+        but calls of them; or "none": then the template receives no tools, and calls are not looked for.
       parallel_tool_calls: whether a response may have several calls; otherwise it has the first one.
     """
 
@@ -98,17 +99,34 @@ class TemplateFields(Body):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_length("tools", self.tools or [], MOST_TOOLS, "tools")
-        functions_of(self.tools or [])
-        if self.tool_choice not in (None, *TOOL_CHOICES):
-            rule = (
-                '{field} must be "auto" or "none", as nothing here makes a model call a tool yet; got {got}. Leave it out, and '
-                "ask for the call in a message."
-            )
-            raise InputError(rule, field="tool_choice", code="unsupported", got=shown(self.tool_choice))
+        functions = functions_of(self.tools or [])
+        if self.must_call and not self.must_call <= functions.keys():
+            rule = "{field} must be a function of tools ({known}); got {got}. Correct the name."
+            known, got = ", ".join(functions) or "there are none", shown(self.tool_choice)
+            raise InputError(rule, field="tool_choice", code="not_found", known=known, got=got)
         for name in self.chat_template_kwargs or {}:
             if name in IN_TEMPLATES:
                 rule = "{field} are the template's variables; got {name}, which rendering itself sets. Leave it out."
                 raise InputError(rule, field="chat_template_kwargs", code="conflict", name=name)
+
+    @property
+    def must_call(self) -> set[str]:
+        """The functions of which the answer must call one; none where it need not.
+
+        Raises:
+          InputError: another choice than the known ones.
+        """
+        choice = self.tool_choice
+        if choice == "required":
+            return set(functions_of(self.tools or [])) or {""}
+        if choice in (None, *TOOL_CHOICES):
+            return set()
+        function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            rule = '{field} must be {known} or {{"type": "function", "function": {{"name": ...}}}}; got {got}.'
+            known = ", ".join(f'"{name}"' for name in (*TOOL_CHOICES, "required"))
+            raise InputError(rule, field="tool_choice", code="unsupported", known=known, got=shown(choice))
+        return {function["name"]}
 
     @property
     def functions(self) -> dict[str, Any] | None:
@@ -165,6 +183,8 @@ class Fields(Body):
       allowed_token_ids: the only tokens that may be drawn.
       min_tokens: tokens before the completion may end by a token.
       bad_words: texts that the completion may not hold.
+      response_format, structured_outputs, guided_json, guided_regex, guided_choice: the form of the answer
+        (`jkv.serving.form_fields`).
       prompt_logprobs: whether the response has the log-probabilities of the prompt's tokens, and of how many most likely ones.
       kv_dtype: the pool's format, if it is named: all requests share one pool.
       cache_salt: requests share pages of the prefix cache with those of the same salt alone.
@@ -195,6 +215,11 @@ class Fields(Body):
     allowed_token_ids: list[Any] | None = None
     min_tokens: int = 0
     bad_words: list[Any] | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[Any] | None = None
     prompt_logprobs: int | None = None
     request_id: str | None = None
     cache_salt: str | None = None
@@ -305,6 +330,25 @@ class Fields(Body):
         return found
 
     @property
+    def form_field(self) -> str | None:
+        """The field that asks for a form of the answer; None where none does.
+
+        Raises:
+          InputError: several do.
+        """
+        return field_of(vars(self))
+
+    @property
+    def form(self) -> Form | None:
+        """The form of the answer.
+
+        Raises:
+          InputError: one that is none, or that is not served.
+        """
+        name = self.form_field
+        return None if name is None else form_of(name, getattr(self, name))
+
+    @property
     def limit_name(self) -> str:
         """The field that is the limit of new tokens."""
         return "max_tokens"
@@ -312,7 +356,10 @@ class Fields(Body):
     @property
     def names(self) -> dict[str, str]:
         """What the client called the engine's arguments."""
-        return super().names | {"max_new_tokens": self.limit_name}
+        return super().names | {
+            "max_new_tokens": self.limit_name,
+            "form": [*fields_of(vars(self)), "tools"][0],
+        }
 
     def sampling(self, model: Model) -> Sampling:
         """The model's own sampling, greedy where it has none, with what the request changes.
@@ -331,7 +378,9 @@ class Fields(Body):
 
     def draws_best(self, sampling: Sampling) -> bool:
         """Whether each drawn token is the most likely one of the model's own distribution."""
-        return sampling.temperature == 0 and not (sampling.penalises or self.bad_words or any(self.excluded.values()))
+        return sampling.temperature == 0 and not (
+            sampling.penalises or self.bad_words or self.form_field or any(self.excluded.values())
+        )
 
     @property
     def biases(self) -> dict[int, Any] | None:
@@ -372,6 +421,9 @@ class ChatFields(TemplateFields, Fields):
         if self.top_logprobs and not self.logprobs:
             rule = "{field} needs logprobs=true; got {got} without it. Send both, or neither."
             raise InputError(rule, field="top_logprobs", code="conflict", got=self.top_logprobs)
+        if self.must_call and self.form_field:
+            rule = "{field} is the form of the answer already; got {other} too. Leave one out."
+            raise InputError(rule, field="tool_choice", code="conflict", other=self.form_field)
         if self.limit == 0:
             raise out_of_range(self.limit_name, "be at least 1", 0)
         is_talk = self.store or self.previous_response_id is not None

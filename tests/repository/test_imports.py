@@ -15,6 +15,7 @@ RANKS = [  # from the ground up: a module may import those of lower ranks, and i
     {"jkv.checkpoints"},
     {"jkv.cache"},
     {"jkv.reasoning"},
+    {"jkv.forms"},
     {"jkv.eviction", "jkv.replay"},
     {"jkv.policies"},
     {"jkv.engine"},

@@ -70,9 +70,10 @@ def pictures():
 
 def public_names():
     """What a user may call: the names of `jkv`, of its public modules, and the kernels."""
-    modules = {"rl", "testing", "viz"}
+    modules = {"forms", "rl", "testing", "viz"}
     others = {"POLICIES", "DEVICES"}  # tables, which the text of a page explains
     names = [f"jkv.{name}" for name in jkv.__all__ if name not in {*modules, *others, *POLICIES}]
+    names += [f"jkv.forms.{name}" for name in jkv.forms.__all__]
     names += [f"jkv.rl.{name}" for name in jkv.rl.__all__] + [f"jkv.viz.{name}" for name in jkv.viz.__all__]
     own = [(name, value) for name, value in vars(jkv.testing).items() if getattr(value, "__module__", "") == "jkv.testing"]
     names += [f"jkv.testing.{name}" for name, value in own if callable(value) and not name.startswith("_")]

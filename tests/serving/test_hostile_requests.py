@@ -89,7 +89,7 @@ BAD_CHATS = [
     ("no role", CHAT | {"messages": [{"content": "a"}]}, 400, "no role"),
     ("image", CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "must be texts"),
     ("tools", CHAT | {"tools": [{"type": "function"}]}, 400, "must be functions"),
-    ("json", CHAT | {"response_format": {"type": "json_object"}}, 400, "constrains no text"),
+    ("json", CHAT | {"response_format": {"type": "json_object"}}, 400, "tokens can write"),
     ("top_logprobs", CHAT | {"logprobs": True, "top_logprobs": 21}, 400, "must lie in [0, 20]"),
     ("template", CHAT | {"chat_template_kwargs": {"conversations": 1}}, 400, ""),
 ]

@@ -112,10 +112,10 @@ def test_without_tools_a_call_is_text(scripted):
 
 
 def test_what_is_no_tool_is_refused_by_name(scripted):
-    named = {"type": "function", "function": {"name": "weather"}}
+    named = {"type": "function", "function": {"name": "other"}}
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     for fields, param, words in [
-        ({"tool_choice": "required"}, "tool_choice", "'required'"),
+        ({"tool_choice": "must"}, "tool_choice", "'must'"),
         ({"tool_choice": named}, "tool_choice", "weather"),
         ({"tools": [{"type": "web_search"}]}, "tools", "web_search"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools", "function"),

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jkv.cache.attention import Cache
 from jkv.engine.drafters import Drafter
+from jkv.engine.form_store import FormStore
 from jkv.engine.requests import Request
 from jkv.engine.samples import Sample
 from jkv.eviction import Needs
@@ -44,6 +45,7 @@ class Rows:
       gate: the arrays of the gate that all steps compute, on the device; None without one.
       routed_experts: whether programs return the experts that tokens go through.
       drafter: proposes tokens to steps that append several; None without such steps.
+      forms: the tables of forms on the device.
     """
 
     running: Mapping[int, Sample]
@@ -53,6 +55,7 @@ class Rows:
     gate: Any = None
     routed_experts: bool = False
     drafter: Drafter | None = None
+    forms: FormStore | None = None
 
     @property
     def requests(self) -> Sequence[Request]:
@@ -65,6 +68,7 @@ class Carried(NamedTuple):
 
     generated: Int[Array, "B V"] | None = None  # how often each row's completion holds each token: see `penalties`
     latest: Int[Array, "B W"] | None = None  # the last tokens of each completion: see `bad_words`
+    form_state: Int[Array, " B"] | None = None  # of each row's form: see `forms`
     history: Int[Array, "B S"] | None = None  # the last tokens of each row: see `drafting`
     credit: Float[Array, " B"] | None = None  # of each row's guesses: see `drafting`
 

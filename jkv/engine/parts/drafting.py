@@ -27,6 +27,7 @@ MOST_CREDIT = 2.0
 PRICE = 0.4  # of a step with guesses, in steps without: measured on a CPU
 RECOVERY = 1 / 64  # of a step without guesses, so that one in 26 tries again
 PENALTIES = "penalties of a token depend on the tokens before it"
+FORM = "a form allows a token by the tokens before it"
 BAD_WORDS = "bad words are known by the tokens before their last"
 
 
@@ -87,6 +88,8 @@ class Drafts(NamedTuple):
 
 def why_no_guesses(request: Request) -> str | None:
     """Why a request takes one token a step where others are guessed; None for one that is guessed too."""
+    if request.form is not None:
+        return FORM
     if request.bad_words:
         return BAD_WORDS
     return PENALTIES if request.sampling.penalises else why_by_step(request.policy)

@@ -10,6 +10,7 @@ from jkv.engine.parts.base import Rows, StepPart
 from jkv.engine.parts.biases import Biases
 from jkv.engine.parts.drafting import Drafting
 from jkv.engine.parts.forced_tokens import ForcedTokens
+from jkv.engine.parts.forms import Forms
 from jkv.engine.parts.gating import Gating
 from jkv.engine.parts.penalties import Penalties
 from jkv.engine.parts.returned import Experts, HiddenStates, OwnLogProbs, TopLogProbs
@@ -22,6 +23,7 @@ class Parts(NamedTuple):
     forced: ForcedTokens | None = None
     biases: Biases | None = None
     bad_words: BadWords | None = None
+    form: Forms | None = None
     penalties: Penalties | None = None
     align: Alignment | None = None
     steer: Steering | None = None
