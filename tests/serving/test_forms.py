@@ -9,9 +9,8 @@ import pytest
 import jkv
 from jkv.reasoning.tool_calls import FORMS
 from jkv.testing import TINY, tiny_model
-from tests.serving.conftest import Running
+from tests.serving.conftest import TOOL, TOOL_TEMPLATE, Running
 from tests.serving.test_hostile_requests import post
-from tests.serving.test_tools import TEMPLATE, TOOL
 from tests.support.form_texts import END_ID, SIZE, THINK_ID, TOKENIZER
 
 openai = pytest.importorskip("openai")
@@ -28,7 +27,7 @@ EMPTY = {"type": "function", "function": {"name": "now"}}
 @pytest.fixture(scope="module")
 def server():
     tokenizer = TOKENIZER
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = TOOL_TEMPLATE
     config = dataclasses.replace(TINY, vocab_size=SIZE, end_ids=(END_ID,))
     engine = jkv.Engine(tiny_model(config=config, tokenizer=tokenizer), max_running=4, max_slots=1536, page_size=16, chunk=8)
     one = Running(engine, policy="full", settings={})
@@ -164,3 +163,17 @@ def test_tags_are_refused_by_name():
 
     with pytest.raises(InputError, match="hermes, llama3, mistral"):
         form_of_calls(FORMS["glm"], {"f": {}}, True)
+
+
+def test_the_other_apis_give_the_same_forms(server):
+    form = {"format": {"type": "json_schema", "name": "one", "schema": SCHEMA, "strict": True}}
+    body = ANSWERS | {"model": "tiny", "input": "Which?", "text": form, "temperature": 1.0, "max_output_tokens": 300}
+    answer = post(server, body, "/v1/responses").json()
+    assert answer["status"] == "completed", answer
+    (message,) = (item for item in answer["output"] if item["type"] == "message")
+    assert is_valid(message["content"][0]["text"])
+    tools = [{"name": "now", "input_schema": {"type": "object", "properties": {}}}]
+    body = ANSWERS | {"model": "tiny", "messages": ASK, "max_tokens": 300, "tools": tools, "tool_choice": {"type": "any"}}
+    answer = post(server, body, "/v1/messages").json()
+    assert answer["stop_reason"] == "tool_use", answer
+    assert {block["name"] for block in answer["content"] if block["type"] == "tool_use"} == {"now"}
