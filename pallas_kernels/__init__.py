@@ -14,6 +14,7 @@ from pallas_kernels import choice, dispatch
 from pallas_kernels.add_norm import add_norm as add_norm
 from pallas_kernels.attention_mass import attention_mass as attention_mass
 from pallas_kernels.block_distance import block_distance as block_distance
+from pallas_kernels.block_product import block_product as block_product
 from pallas_kernels.key_redundancy import key_redundancy as key_redundancy
 from pallas_kernels.largest_slots import largest_slots as largest_slots
 from pallas_kernels.log_softmax import log_softmax as log_softmax

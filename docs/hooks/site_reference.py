@@ -200,6 +200,8 @@ GROUPS: Mapping[str, Group] = {
             "pallas_kernels.rotate_append",
             "pallas_kernels.add_norm",
             "pallas_kernels.row_product",
+            "pallas_kernels.block_product",
+            "pallas_kernels.blocks.Blocks",
             "pallas_kernels.row_sum",
             "pallas_kernels.log_softmax",
             "pallas_kernels.largest_slots",

@@ -189,6 +189,7 @@ def log_decay(values: np.ndarray, config: ModelConfig) -> np.ndarray:
 
 
 INTERLEAVED = {"attn_q.weight": uninterleaved("num_query_heads"), "attn_k.weight": uninterleaved("num_kv_heads")}
+REORDERED_INPUTS = frozenset({"ssm_out.weight"})  # what is restored by another order of columns; of other matrices, of rows
 HEAD_NORMS = ("attn_q_norm.weight", "attn_k_norm.weight")
 GEMMA_NORMS = ("attn_norm.weight", "post_attention_norm.weight", "ffn_norm.weight", "post_ffw_norm.weight")
 GATED_DELTA_NET = {

@@ -7,7 +7,7 @@ The metadata become the fields of a config.json, so the rules of `jkv.checkpoint
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,13 @@ import numpy as np
 from jkv.checkpoints.architectures import advice, parse_config, required_fields, rules_of
 from jkv.checkpoints.families import find_family
 from jkv.checkpoints.family import FULL, MAX_LAYERS, MAX_POSITIONS, ROPE, RULES, WINDOWED, Family
-from jkv.checkpoints.gguf_families import FORMS, LAYER, NAMES, NEUTRAL, GgufForm, form_of
+from jkv.checkpoints.gguf_families import FORMS, LAYER, NAMES, NEUTRAL, REORDERED_INPUTS, GgufForm, form_of
 from jkv.checkpoints.gguf_header import GgufHeader
 from jkv.checkpoints.json_files import AGAIN, CORRECT, Rule, check_fields, either, integer, list_of, shown
 from jkv.checks import install
 from jkv.errors import refused
 from jkv.model.params import ModelConfig
+from pallas_kernels.blocks import BLOCKS
 
 FREQUENCIES = "rope_freqs.weight"  # by which each rotary frequency is divided
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"  # the same of LongRoPE, for long texts and short ones
@@ -357,26 +358,78 @@ def stored_dtype(header: GgufHeader) -> str:
 def read_tensor(header: GgufHeader, name: str) -> np.ndarray:
     """A tensor in float32, dequantised in chunks of rows."""
     gguf, tensor = find_gguf(), header.tensors[name]
-    check_extents(header, [name])
-    kind = gguf.GGMLQuantizationType(tensor.kind)
-    size, width = num_bytes(header, name), tensor.shape[-1]
+    kind, width = gguf.GGMLQuantizationType(tensor.kind), tensor.shape[-1]
     values = np.empty((math.prod(tensor.shape) // width, width), np.float32)
-    row, rows = size // len(values), max(1, CHUNK // width)
+    first = 0
+    for rows in read_rows(header, name):
+        with np.errstate(all="ignore"):  # numbers that are not finite are reported by whoever uses them
+            values[first : first + len(rows)] = gguf.dequantize(rows, kind)
+        first += len(rows)
+    return values.reshape(tensor.shape)
+
+
+def read_rows(header: GgufHeader, name: str) -> Iterator[np.ndarray]:
+    """The bytes of a tensor as they lie, uint8 [rows, bytes of a row], in chunks of rows."""
+    tensor = header.tensors[name]
+    check_extents(header, [name])
+    count, width = math.prod(tensor.shape) // tensor.shape[-1], tensor.shape[-1]
+    row, most = num_bytes(header, name) // count, max(1, CHUNK // width)
     with open(header.file, "rb") as stream:
         stream.seek(tensor.begin)
-        for first in range(0, len(values), rows):
-            target = values[first : first + rows]
-            data = np.frombuffer(stream.read(row * len(target)), np.uint8)
-            if data.size < row * len(target):
+        for first in range(0, count, most):
+            rows = min(most, count - first)
+            data = np.frombuffer(stream.read(row * rows), np.uint8)
+            if data.size < row * rows:
                 raise refused(f"{header.file} must not change while it is read; it became shorter. {AGAIN}", file="invalid")
-            with np.errstate(all="ignore"):  # numbers that are not finite are reported by whoever uses them
-                target[:] = gguf.dequantize(data.reshape(len(target), row), kind)
-    return values.reshape(tensor.shape)
+            yield data.reshape(rows, row)
 
 
 def read_gguf_weight(header: GgufHeader, name: str, shape: tuple[int, ...], config: ModelConfig) -> np.ndarray:
     """A tensor in float32 as a Hugging Face checkpoint has it, where it has this shape."""
     values = read_tensor(header, name)
-    own = name.split(".", 2)[-1] if name.startswith(LAYER.split("{}")[0]) else name
-    restore = form_of(config.family).restored.get(own)
+    restore = restorer(name, config)
     return (restore(values, config) if restore else values).reshape(shape)
+
+
+def restorer(name: str, config: ModelConfig) -> Any:
+    """What undoes the converter's change of a tensor; None where it has changed nothing."""
+    return form_of(config.family).restored.get(own_name(name))
+
+
+def own_name(name: str) -> str:
+    """The name of a tensor without its layer."""
+    return name.split(".", 2)[-1] if name.startswith(LAYER.split("{}")[0]) else name
+
+
+# Blocks as they lie
+
+
+def why_not_blocks(header: GgufHeader, name: str) -> str | None:
+    """Why a matrix cannot be kept in the blocks of its tensor; None if it can."""
+    tensor = header.tensors[name]
+    if kind_of(header, name) not in BLOCKS:
+        return f"is in {kind_of(header, name)}"
+    if len(tensor.shape) != 2:
+        return "is of experts"
+    return "has its inputs in another order" if own_name(name) in REORDERED_INPUTS else None
+
+
+def kind_of(header: GgufHeader, name: str) -> str:
+    """The type of a tensor, by its name in llama.cpp."""
+    return str(find_gguf().GGMLQuantizationType(header.tensors[name].kind).name)
+
+
+def read_blocks(header: GgufHeader, name: str, config: ModelConfig) -> np.ndarray:
+    """The rows of a matrix in blocks, uint8 [F, bytes of a row], in the order of a Hugging Face checkpoint.
+
+    Raises:
+      ValueError: a scale that is not finite.
+    """
+    kind, rows = BLOCKS[kind_of(header, name)], np.concatenate(list(read_rows(header, name)))
+    blocks = rows.reshape(-1, kind.bytes)
+    for at in kind.scales:
+        if not np.isfinite(np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16)).all():
+            rule = f"{header.file}: {name} must be finite, got a scale that is NaN or infinity. {AGAIN}"
+            raise refused(rule, **{name: "out_of_range"})
+    restore = restorer(name, config)
+    return np.ascontiguousarray(restore(rows, config)) if restore else rows

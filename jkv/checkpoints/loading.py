@@ -32,13 +32,15 @@ from jkv.checkpoints.tokenizer_files import read_tokenizer
 from jkv.checkpoints.weight_reading import Kept, float_dtype, read_gguf_weights, read_weights
 from jkv.checks import did_you_mean, install, typed
 from jkv.errors import InputError, refused
-from jkv.model.eight_bits import check_format
+from jkv.model.eight_bits import AS_STORED, check_format
 from jkv.model.joined import on_host, separate_weights
 from jkv.model.params import Model, ModelConfig, Params
 from jkv.model.sampling import Sampling
 from jkv.model.weight_shapes import named_leaves
 from jkv.program_cache import keep_programs
+from pallas_kernels.block_product.native import why_no_library
 from pallas_kernels.models import FILES
+from pallas_kernels.native_target import why_left_to_xla
 
 MAX_SMALL = 1 << 20  # bytes of config.json and generation_config.json
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")  # as peft names them
@@ -64,6 +66,11 @@ def load(
     (bfloat16 for quantised weights, which are dequantised).
     With `weight_dtype="int8"` or `"fp8"`, matrices are kept in 8 bits: see `jkv.quantise_weights`. Computation is in `dtype`.
     Tensors are read, and quantised, one by one. Code in a checkpoint is never run.
+
+    With `weight_dtype="blocks"`, a CPU keeps the matrices of a GGUF file, and the embedding, in the blocks of the file. They
+    take the memory of the file, and each product decodes them to the numbers that `None` decodes once. Q4_0, Q4_1, Q5_0, Q5_1,
+    Q8_0, Q4_K, Q5_K and Q6_K may be mixed; a warning names matrices of other types and of experts, which become floats. Such weights
+    cannot be trained, updated or split over a mesh; `jkv.save` and `export` write their numbers.
 
     With a `mesh`, whose axis "tensor" splits the weights, each device gets its part at once, where `jkv.shardings` puts it: no
     host holds more than the weights of its devices and one tensor, and no device more than its part and that of one weight.
@@ -95,7 +102,10 @@ def load(
         rule = "joined must not be True with a mesh, which splits separate matrices; got both. Leave one out."
         raise refused(rule, joined="conflict")
     card = card_of(name_or_folder)
-    if file := find_gguf(name_or_folder):
+    file = find_gguf(name_or_folder)
+    if weight_dtype == AS_STORED:
+        check_blocks(file, mesh, name_or_folder)
+    if file:
         return load_gguf(file, kept, str(name_or_folder), card.sampling if card else None)
     folder = find_folder(name_or_folder)
     if folder is not None and is_saved(folder):
@@ -115,6 +125,24 @@ def load(
         folder = fetch(hub_name, ["*.safetensors"])
         sampling = sampling or (card.sampling if card else None)
     return Model(read_weights(folder, config, kept, places), tokenizer, str(name_or_folder), sampling, ends)
+
+
+def check_blocks(file: Path | None, mesh: Mesh | None, name: Folder) -> None:
+    """Refuses to keep weights in blocks where there are none, or where no compiled kernel reads them."""
+    if file is None:
+        rule = f"A model must be a GGUF file to stay in its blocks; got {shown(str(name))}. Use another weight_dtype."
+        raise refused(rule, weight_dtype="unsupported")
+    if mesh is not None:
+        rule = (
+            'weight_dtype must not be "blocks" with a mesh, which splits floats and codes of 8 bits; got both. Leave one out.'
+        )
+        raise refused(rule, weight_dtype="conflict")
+    if reason := why_left_to_xla() or why_no_library():
+        raise refused(
+            f'weight_dtype="blocks" needs the kernel of a CPU that reads them: {reason}. Load the model without it, or with '
+            'weight_dtype="int8".',
+            weight_dtype="unsupported",
+        )
 
 
 def load_tokenizer(name_or_folder: Folder) -> Any:

@@ -18,6 +18,7 @@ from jkv.checkpoints.family import Family, field_of
 from jkv.checkpoints.weight_reading import Kept, kept_as, one_at_a_time, read_leaves
 from jkv.checks import shown, typed
 from jkv.errors import refused
+from jkv.model.eight_bits import AS_STORED, format_of
 from jkv.model.joined import separate_weights
 from jkv.model.params import Codes, Model, ModelConfig, Params
 from jkv.model.weight_shapes import leaf_name, weight_shapes
@@ -127,8 +128,14 @@ def plain(params: Params) -> Params:
     """These weights, which a state dict can replace.
 
     Raises:
-      ValueError: they have adapters, or the layout of another library.
+      ValueError: they have adapters, or the layout of another library, or are in the blocks of a GGUF file.
     """
+    if format_of(params) == AS_STORED:
+        raise refused(
+            "A state dict replaces weights in floats or in 8 bits; the weights in use are in the blocks of their GGUF file. "
+            'Load the model without weight_dtype="blocks".',
+            weights="conflict",
+        )
     leaves = jax.tree.leaves(separate_weights(shapes_of(params)), is_leaf=lambda x: isinstance(x, Codes))
     if [leaf.shape for leaf in leaves] != [leaf.shape for leaf in jax.tree.leaves(weight_shapes(params.config))]:
         raise refused(

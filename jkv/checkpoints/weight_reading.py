@@ -29,6 +29,7 @@ from jkv.checkpoints.checkpoint_tensors import (
     Stored,
     check_tensors,
     list_files,
+    list_some,
     list_tensors,
     origins_of,
     read_mxfp4,
@@ -38,18 +39,20 @@ from jkv.checkpoints.checkpoint_tensors import (
 )
 from jkv.checkpoints.families import find_family
 from jkv.checkpoints.fp8_tensors import fp8_block, read_codes, read_fp8, with_fp8
-from jkv.checkpoints.gguf_files import gguf_family, read_gguf_weight, stored_dtype
+from jkv.checkpoints.gguf_families import NAMES
+from jkv.checkpoints.gguf_files import gguf_family, kind_of, read_blocks, read_gguf_weight, stored_dtype, why_not_blocks
 from jkv.checkpoints.gguf_header import GgufHeader
 from jkv.checkpoints.json_files import AGAIN, printable, read_json
 from jkv.checkpoints.packed_tensors import Packing, packing_of, read_packed, with_packed
 from jkv.checks import shown
 from jkv.errors import InputError, refused
-from jkv.model.eight_bits import coded, format_of, quantise_weights
-from jkv.model.joined import filled, is_joined, joins_by_default, separate_weights
+from jkv.model.eight_bits import AS_STORED, coded, format_of, quantise_weights
+from jkv.model.joined import filled, is_joined, join_weights, joins_by_default, separate_weights
 from jkv.model.params import Codes, ModelConfig, Params
 from jkv.model.sharding import check_divides, num_parts, shardings, without_whole_experts
 from jkv.model.weight_shapes import weight_shapes
 from jkv.model.weights import all_finite, shapes_of
+from pallas_kernels.blocks import BLOCKS, Blocks
 from pallas_kernels.choice import is_old_gpu
 
 ROWS = 1 << 12  # of two tensors that are compared at once
@@ -61,7 +64,7 @@ class Kept(NamedTuple):
     """How weights are kept."""
 
     dtype: Any  # None is the default
-    weight_dtype: str | None  # of matrices in 8 bits
+    weight_dtype: str | None  # of matrices in 8 bits, or `AS_STORED`
     mesh: Mesh | None = None  # None is the default device
     splits_width: bool = False  # whether a mesh splits each expert by its width
     joined: bool | None = None  # whether matrices that multiply the same input are one array; None: on a GPU without a mesh
@@ -203,11 +206,66 @@ def warn_of_dequantised(stored: Mapping[str, Stored], kept: Kept, folder: Path, 
 
 
 def read_gguf_weights(header: GgufHeader, config: ModelConfig, kept: Kept, places: Params | None = None) -> Params:
-    """The weights of a GGUF file, dequantised one by one, in the layout of `Params`; `places`: see `read_weights`."""
+    """The weights of a GGUF file, in the layout of `Params`: dequantised one by one, or in their blocks; `places`: see
+    `read_weights`.
+    """
     wanted = tensor_parts(config, gguf_family(header, config))
     read = one_at_a_time(lambda name: read_gguf_weight(header, name, stacked_shape(wanted[name]), config))
-    kept = kept.chosen(DTYPES[stored_dtype(header)])
-    return read_leaves(config, wanted, read, kept, lambda name: f"{header.file}: {name}", places)
+    kept, where = kept.chosen(DTYPES[stored_dtype(header)]), lambda name: f"{header.file}: {name}"
+    if kept.weight_dtype != AS_STORED:
+        return read_leaves(config, wanted, read, kept, where, places)
+    warn_of_decoded(header, wanted)
+    read_whole = one_at_a_time(lambda name: read_blocks(header, name, config))
+
+    def rows(origin: Origin) -> jax.Array:
+        outputs, inputs = origin.part.shape
+        bounds = (inputs, outputs) if origin.part.is_transposed else (outputs, inputs)
+        of_leaf = origin.slices([(0, size) for size in bounds])[:1]
+        return jax.device_put(read_whole(origin.tensor, of_leaf), may_alias=False)
+
+    blocks = functools.partial(in_blocks, header, kept.dtype, rows)
+    own = kept._replace(weight_dtype=None, joined=False)
+    params = read_leaves(config, wanted, read, own, where, places, blocks=blocks)
+    return join_weights(params) if kept.joins else params
+
+
+def in_blocks(header: GgufHeader, dtype: Any, rows: Callable[[Origin], Any], origin: Origin) -> Blocks | None:
+    """A leaf in the blocks of its tensor, whose rows `rows` gives; None for one that is kept in floats.
+
+    Blocks are the embedding and the matrices that a product multiplies.
+    """
+    part, name = origin.part, origin.tensor
+    may_be = name == NAMES["embedding"] or (part.code_axis == 0 and len(part.shape) == 2 and part.expert is None)
+    if not may_be or why_not_blocks(header, name):
+        return None
+    return Blocks(rows(origin), kind_of(header, name), np.dtype(dtype), part.is_transposed)
+
+
+def gguf_shapes(header: GgufHeader, config: ModelConfig, dtype: Any) -> Params:
+    """The shapes of the weights of a file that stay in its blocks, and of the others in `dtype`."""
+    origins, (shapes, structure) = (
+        origins_of(tensor_parts(config, gguf_family(header, config))),
+        jax.tree.flatten(weight_shapes(config, dtype)),
+    )
+
+    def rows(origin: Origin) -> jax.ShapeDtypeStruct:
+        kind, (outputs, inputs) = BLOCKS[kind_of(header, origin.tensor)], origin.part.shape
+        return jax.ShapeDtypeStruct((outputs, inputs // kind.weights * kind.bytes), np.uint8)
+
+    leaves = [in_blocks(header, dtype, rows, origins[index][0]) or shape for index, shape in enumerate(shapes)]
+    return jax.tree.unflatten(structure, leaves)
+
+
+def warn_of_decoded(header: GgufHeader, wanted: Mapping[str, list[Part]]) -> None:
+    """Warns of quantised matrices that cannot be kept in their blocks."""
+    is_float = {name: kind_of(header, name) in DTYPES for name in wanted}
+    reasons = {name: why_not_blocks(header, name) for name in wanted if not is_float[name]}
+    if odd := [name for name, reason in reasons.items() if reason]:
+        warnings.warn(
+            f"{header.file}: {list_some(odd)} cannot be kept in blocks and become floats ({odd[0]} {reasons[odd[0]]}). Blocks "
+            f"may be {', '.join(BLOCKS)}, of matrices without experts.",
+            stacklevel=5,
+        )
 
 
 def one_at_a_time(read_whole: Callable[[str], np.ndarray]) -> Read:
@@ -246,12 +304,18 @@ def read_leaves(
     where: Callable[[str], str],
     places: Params | None,
     advice: str = AGAIN,
+    blocks: Callable[[Origin], Any] = lambda origin: None,
 ) -> Params:
-    """All weights. `wanted` are the tensors, `read` gives a part of one, and `where` has its name in errors, with `advice`."""
+    """All weights. `wanted` are the tensors, `read` gives a part of one, and `where` has its name in errors, with `advice`.
+
+    `blocks` gives the leaves that are kept as their tensor has them, and None for others.
+    """
     origins, (shapes, structure) = origins_of(wanted), jax.tree.flatten(weight_shapes(config))
     targets = [None] * len(shapes) if places is None else jax.tree.leaves(places, is_leaf=lambda x: isinstance(x, Codes))
 
     def leaf(index: int) -> Any:
+        if (as_stored := blocks(origins[index][0])) is not None:
+            return as_stored
         shape, place = shapes[index].shape, targets[index]
         part, names = origins[index][0].part, [where(origin.tensor) for origin in origins[index]]
         own = kept._replace(dtype=jnp.float32) if part.is_exact else kept

@@ -144,7 +144,9 @@ KV_DTYPE = Option(
     "kv_dtype", str, None, "int8 or fp8 keeps keys and values in 8 bits, int4 in 4, kvarn in 4 and 2; default: as the weights"
 )
 DTYPE = Option("dtype", str, None, "float32, bfloat16 or float16; default: float32 on a CPU and a GPU without bfloat16")
-WEIGHT_DTYPE = Option("weight_dtype", str, None, "int8 or fp8 keeps the model's matrices in 8 bits; default: as they are")
+WEIGHT_DTYPE = Option(
+    "weight_dtype", str, None, "int8 or fp8 keeps matrices in 8 bits, blocks keeps those of a GGUF file; default: floats"
+)
 MAX_POSITIONS = Option(
     "max_positions",
     int,

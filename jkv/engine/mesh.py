@@ -179,6 +179,8 @@ def local_bytes(params: Any, num_shards: int, copies: int = 1) -> int:
 
     `copies` is how many shards hold each KV head.
     """
+    if num_shards == 1:
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
 
     def of_shard(spec: Any, arrays: Any) -> int:
         size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))

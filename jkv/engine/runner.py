@@ -282,7 +282,7 @@ class Runner:
     def check_ready(self) -> None:
         if self.state is None:
             raise ValueError("A sleeping engine has no pool, and this one has unfinished requests. Call wake() first.")
-        embedding: Any = self.params.embedding
+        embedding: Any = next(iter(jax.tree.leaves(self.params.embedding)), None)
         if not isinstance(embedding, jax.Array) or embedding.is_deleted():
             raise ValueError(
                 "The engine needs weights on the device; its own were forgotten, donated or deleted. Call update(params) first."

@@ -22,7 +22,8 @@ from jkv.model.layer_groups import check_attend
 from jkv.model.norms import add_norm, norm, norm_of_all_heads
 from jkv.model.params import Codes, LayerParams, LowRank, MeshAxis, ModelConfig, Params
 from jkv.model.rotary import rotation
-from pallas_kernels import row_product
+from pallas_kernels import block_product, row_product
+from pallas_kernels.blocks import Blocks, decoded
 from pallas_kernels.rotate_append.reference import rotate
 
 KeyAndValue: TypeAlias = tuple[Array | None, Array | None]  # of a layer; it has both if it stores them
@@ -163,8 +164,10 @@ def embed(params: Params, token: Int[Array, "B T"]) -> Float[Array, "B T D"]:
     return rows * jnp.asarray(params.config.width**0.5, rows.dtype)  # rounded to the dtype first, as the makers do
 
 
-def rows_of_tokens(params: Params, table: Float[Array, "V E"], token: Int[Array, "B T"]) -> Float[Array, "B T E"]:
+def rows_of_tokens(params: Params, table: Float[Array, "V E"] | Blocks, token: Int[Array, "B T"]) -> Float[Array, "B T E"]:
     """The rows of a table with one for each token. Each shard of a mesh holds a part of the vocabulary."""
+    if isinstance(table, Blocks):
+        return decoded(table.data[token], table.kind).astype(table.dtype)
     if params.axis is None:
         return table[token]
     num_own = table.shape[0]
@@ -198,7 +201,9 @@ def add_input(
 
 def unembed(params: Params, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
     """Float32 logits of the next token."""
-    if params.unembedding is None:
+    if params.unembedding is None and isinstance(params.embedding, Blocks):
+        logits = times(hidden, params.embedding, jnp.float32)
+    elif params.unembedding is None:
         (logits,) = row_product(hidden, params.embedding, by_output=True, dtype=jnp.float32)
     else:
         logits = times(hidden, params.unembedding, jnp.float32)
@@ -320,12 +325,14 @@ def times(x: Float[Array, "*B fan_in"], weight: Any, dtype: Any = None) -> Float
 
 
 def products(x: Float[Array, "*B fan_in"], *weights: Any, dtype: Any = None) -> list[Float[Array, "*B _out"]]:
-    """`x` times each matrix, which may be unfolded, a `LowRank` or `Codes`; matrices of one kind are one call of a kernel.
+    """`x` times each matrix, which may be unfolded, a `LowRank`, `Codes` or `Blocks`; matrices of one kind are one call.
 
     `dtype` is that of the products; None means that of the operands. Inside a program the reshape copies nothing.
     """
     if any(isinstance(one, LowRank) for one in weights):
         return [with_adapter(x, one, dtype) if isinstance(one, LowRank) else times(x, one, dtype) for one in weights]
+    if all(isinstance(one, Blocks) for one in weights):
+        return list(block_product(x, *weights, dtype=dtype))
     if len({(type(one), getattr(one, "code", one).dtype) for one in weights}) > 1:
         return [times(x, one, dtype) for one in weights]
     if isinstance(weights[0], Codes):

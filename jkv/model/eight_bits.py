@@ -17,6 +17,7 @@ from jkv.errors import refused
 from jkv.model.joined import GROUPS
 from jkv.model.params import Codes, LowRank, Params
 from jkv.model.weight_shapes import leaf_name
+from pallas_kernels.blocks import Blocks
 
 
 class CodeFormat(NamedTuple):
@@ -27,6 +28,7 @@ class CodeFormat(NamedTuple):
 
 
 FORMATS = {"int8": CodeFormat(jnp.int8, 127.0), "fp8": CodeFormat(jnp.float8_e4m3fn, 448.0)}
+AS_STORED = "blocks"  # in place of a format: matrices stay in the blocks of their GGUF file
 MATRICES = ("query", "key", "value", "out", "gate", "up", "down", *GROUPS)
 
 
@@ -43,20 +45,23 @@ def code_axis(name: str) -> int | None:
 
 
 def check_format(name: Any) -> str | None:
-    """The name of a format of `FORMATS`, checked; None keeps floats.
+    """The name of a format of `FORMATS`, or `AS_STORED`, checked; None keeps floats.
 
     Raises:
       ValueError: another name.
     """
-    if name is not None and not (isinstance(name, str) and name in FORMATS):
-        rule = f"weight_dtype must be one of {', '.join(FORMATS)}, or None for weights in `dtype`; got {shown(name)}."
+    if name is not None and not (isinstance(name, str) and name in (*FORMATS, AS_STORED)):
+        names = ", ".join((*FORMATS, AS_STORED))
+        rule = f"weight_dtype must be one of {names}, or None for weights in `dtype`; got {shown(name)}."
         raise refused(rule, weight_dtype="unknown_name")
     return name
 
 
 def format_of(params: Params) -> str | None:
-    """The name of the format of a model's codes; None if it has none."""
-    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Codes))
+    """The name of the format of a model's codes, or `AS_STORED`; None if it has floats alone."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Codes | Blocks))
+    if any(isinstance(leaf, Blocks) for leaf in leaves):
+        return AS_STORED
     found = {leaf.code.dtype for leaf in leaves if isinstance(leaf, Codes)}
     return next((name for name, one in FORMATS.items() if jnp.dtype(one.dtype) in found), None)
 
@@ -73,15 +78,16 @@ def quantise_weights(params: Params, weight_dtype: str) -> Params:
     Raises:
       ValueError: another format, or weights that are no floats.
     """
-    if check_format(weight_dtype) is None:
-        rule = f"weight_dtype must be one of {', '.join(FORMATS)}; got None. Pass the weights as they are."
-        raise refused(rule, weight_dtype="missing")
+    if (found := check_format(weight_dtype)) not in FORMATS:
+        remedy = "Pass the weights as they are." if found is None else "Only a GGUF file has blocks: see jkv.load."
+        rule = f"weight_dtype must be one of {', '.join(FORMATS)}; got {shown(weight_dtype)}. {remedy}"
+        raise refused(rule, weight_dtype="missing" if found is None else "unsupported")
 
     def of_leaf(path: Any, weight: Any) -> Any:
         axis = code_axis(leaf_name(path))
         return weight if axis is None else coded(weight, weight_dtype, axis)
 
-    return jax.tree_util.tree_map_with_path(of_leaf, params, is_leaf=lambda x: isinstance(x, Codes | LowRank))
+    return jax.tree_util.tree_map_with_path(of_leaf, params, is_leaf=lambda x: isinstance(x, Codes | LowRank | Blocks))
 
 
 def coded(weight: Any, weight_dtype: str, axis: int = 0) -> Codes:
@@ -90,9 +96,10 @@ def coded(weight: Any, weight_dtype: str, axis: int = 0) -> Codes:
     Raises:
       ValueError: no matrix of floats.
     """
-    is_matrix = not isinstance(weight, Codes | LowRank) and jnp.issubdtype(weight.dtype, jnp.floating)
+    is_array = not isinstance(weight, Codes | LowRank | Blocks)
+    is_matrix = is_array and jnp.issubdtype(weight.dtype, jnp.floating)
     if not is_matrix or (len(weight.shape) != 2 and axis == 0):
-        got = f"{weight.dtype}{list(weight.shape)}" if hasattr(weight, "dtype") else type(weight).__name__
+        got = f"{weight.dtype}{list(weight.shape)}" if is_array else type(weight).__name__
         rule = f"8-bit weights are made of matrices of floats, [in, out]; got {got}. Merge adapters first."
         raise refused(rule, params="wrong_type")
     if isinstance(weight, jax.ShapeDtypeStruct):

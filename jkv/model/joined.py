@@ -17,6 +17,7 @@ from jaxtyping import Array, Shaped
 
 from jkv.errors import refused
 from jkv.model.weight_records import Codes, LowRank
+from pallas_kernels.blocks import Blocks
 
 GROUPS = {"query_key_value": ("query", "key", "value"), "gate_up": ("gate", "up")}  # field of one array -> of separate ones
 Weights = TypeVar("Weights", bound=Any)  # `jkv.Params`, whose module imports this one
@@ -108,8 +109,13 @@ def with_groups(params: Weights, combine: Callable[[list[Any]], Any]) -> Weights
 
 
 def are_alike(matrices: Sequence[Any]) -> bool:
-    """Whether matrices can be one array: floats of one dtype, or codes of one format, without adapters."""
-    kinds = {(type(one), one.code.dtype) if isinstance(one, Codes) else getattr(one, "dtype", None) for one in matrices}
+    """Whether matrices can be one array: floats of one dtype, codes of one format, or blocks of one type, without adapters."""
+
+    def kind(one: Any) -> Any:
+        of_codes = (type(one), one.code.dtype) if isinstance(one, Codes) else getattr(one, "dtype", None)
+        return (one.kind, one.dtype) if isinstance(one, Blocks) else of_codes
+
+    kinds = {kind(one) for one in matrices}
     return len(kinds) == 1 and not isinstance(matrices[0], LowRank)
 
 
@@ -137,7 +143,9 @@ def on_host(params: Weights) -> Weights:
 
 
 def one_array(matrices: Sequence[Any]) -> Any:
-    """The columns of all matrices, which may be unfolded, shapes alone, or `Codes`."""
+    """The columns of all matrices, which may be unfolded, shapes alone, `Codes` or `Blocks`."""
+    if isinstance(matrices[0], Blocks):  # whose rows are these columns
+        return matrices[0].replace(data=jnp.concatenate([one.data for one in matrices]))
     if isinstance(matrices[0], Codes):
         return Codes(one_array([one.code for one in matrices]), one_array([one.scale for one in matrices]))
     if isinstance(matrices[0], jax.ShapeDtypeStruct):
@@ -159,6 +167,11 @@ def columns(whole: Any, widths: Sequence[int]) -> list[Any]:
     if isinstance(whole, Codes):
         parts = zip(columns(whole.code, widths), columns(whole.scale, widths), strict=True)
         return [Codes(code, scale) for code, scale in parts]
+    if isinstance(whole, Blocks) and isinstance(whole.data, jax.ShapeDtypeStruct):
+        return [whole.replace(data=whole.data.update(shape=(width, whole.data.shape[1]))) for width in widths]
+    if isinstance(whole, Blocks):
+        ends = list(itertools.accumulate(widths))
+        return [whole.replace(data=whole.data[end - width : end]) for end, width in zip(ends, widths, strict=True)]
     if isinstance(whole, jax.ShapeDtypeStruct):
         return [whole.update(shape=(*whole.shape[:-1], width)) for width in widths]
     return split(whole, widths)

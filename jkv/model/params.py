@@ -26,6 +26,7 @@ from jkv.model.weight_records import Experts as Experts
 from jkv.model.weight_records import LowRank as LowRank
 from jkv.pytrees import PyTree, static
 from jkv.resuming import digest_of
+from pallas_kernels.blocks import Blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,8 +291,8 @@ class Params(PyTree):
     layer_inputs: LayerInputs | None = None
 
     def __repr__(self) -> str:
-        leaves = jax.tree.leaves(self)  # other trees of this shape hold gradients, shapes or shardings
-        kinds = ", ".join(sorted({str(getattr(leaf, "dtype", type(leaf).__name__)) for leaf in leaves}))
+        leaves = jax.tree.leaves(self, is_leaf=is_blocks)  # other trees of this shape hold gradients, shapes or shardings
+        kinds = ", ".join(sorted({str(getattr(x, "kind", getattr(x, "dtype", type(x).__name__))) for x in leaves}))
         number = sum(getattr(leaf, "size", 1) for leaf in leaves)
         return f"Params({len(self.layers)} layers, {number:,} weights in {len(leaves)} leaves, {kinds})"
 
@@ -328,7 +329,7 @@ class Model:
     @functools.cached_property
     def digests(self) -> dict[str, str]:
         """Identifies every weight, the configuration and the tokenizer, for records of runs (`jkv.resuming`)."""
-        shapes = jax.tree_util.tree_leaves_with_path(jax.eval_shape(separate_weights, self.params))
+        shapes = jax.tree_util.tree_leaves_with_path(jax.eval_shape(separate_weights, self.params), is_leaf=is_blocks)
         names = [(jax.tree_util.keystr(path), leaf.shape) for path, leaf in shapes]
         weights = weights_digest((*name, sums) for name, sums in zip(names, hash_sums(self.params), strict=True))
         config, tokenizer = digest_of(dataclasses.asdict(self.config)), tokenizer_digest(self.tokenizer)
@@ -345,31 +346,42 @@ class Model:
 @jax.jit
 def first_numbers(params: Params) -> list[Array]:
     """The first 64 numbers of each single matrix and vector, or its first row if that is shorter, in bfloat16."""
-    rows = [leaf[(0,) * (leaf.ndim - 1)] for leaf in jax.tree.leaves(separate_weights(params))]
+    rows = [first_row(leaf) for leaf in jax.tree.leaves(separate_weights(params), is_leaf=is_blocks)]
     return [jax.lax.bitcast_convert_type(row[:64].astype(jnp.bfloat16), jnp.uint16) for row in rows]
 
 
 @jax.jit
 def hash_sums(params: Params) -> list[Array]:
     """The `hash_sum` of each single matrix and vector."""
-    return [hash_sum(leaf) for leaf in jax.tree.leaves(separate_weights(params))]
+    leaves = jax.tree.leaves(separate_weights(params), is_leaf=is_blocks)
+    return [hash_sum(leaf.dequantised if is_blocks(leaf) else leaf) for leaf in leaves]
+
+
+def first_row(leaf: Any) -> Array:
+    """The first row of a matrix, or at least 64 numbers of it; a vector itself."""
+    return leaf.first_rows(64)[0] if is_blocks(leaf) else leaf[(0,) * (leaf.ndim - 1)]
+
+
+def is_blocks(x: Any) -> bool:
+    """Whether a leaf of weights is a matrix in the blocks of its file."""
+    return isinstance(x, Blocks)
 
 
 def count_weights(params: Params) -> int:
     """The number of weights; tied weights count once, and scales of codes are none."""
-    return sum(leaf.size for leaf in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Codes)))
+    return sum(leaf.size for leaf in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Codes | Blocks)))
 
 
 def fold(weight: Any, shape: tuple[int, ...]) -> Any:
     """A weight in the shape of `weight_shapes`: unfolded sides are folded, and an adapter is added (in float32, rounded once).
-    Codes become float32.
+    Codes and blocks become float32.
 
     A weight that has the shape already, or has another size, is returned unchanged.
     """
-    if isinstance(weight, Codes):
+    if isinstance(weight, Codes | Blocks):
         weight = weight.dequantised
     if isinstance(weight, LowRank):
-        whole = weight.base.dequantised if isinstance(weight.base, Codes) else weight.base
+        whole = weight.base.dequantised if isinstance(weight.base, Codes | Blocks) else weight.base
         base, down, up = (jnp.asarray(x, jnp.float32) for x in (whole, weight.down, weight.up))
         rank = up.shape[0]
         added = weight.scale * (down.reshape(-1, rank) @ up.reshape(rank, -1))

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jkv.model.params import Params
+from jkv.model.params import Params, is_blocks
 from pallas_kernels import KERNELS
 from pallas_kernels.choice import chosen
 from pallas_kernels.dispatch import runs_native
@@ -31,10 +31,15 @@ def holds(params: Params, kv_format: Any, num_rows: int) -> bool:
     is_plain = params.axis is None and all(layer.experts is None and layer.delta is None for layer in params.layers)
     if not is_plain or not is_by_slot or any(size % VECTOR for size in sizes) or params.embedding.dtype != jnp.float32:
         return False
+    matrices = jax.tree.leaves(params, is_leaf=is_blocks)
+    blocks = [one for one in matrices if is_blocks(one)]
+    floats = [one for one in matrices if not is_blocks(one) and one.ndim > 1]
     x = jax.ShapeDtypeStruct((num_rows, config.width), jnp.float32)
     heads = jax.ShapeDtypeStruct((num_rows, config.num_query_heads, config.head_size), jnp.float32)
     logits = jax.ShapeDtypeStruct((num_rows, config.vocab_size), jnp.float32)
-    calls = {"row_product": (x, params.embedding), "row_sum": (heads,), "log_softmax": (logits,)}
+    calls: dict[str, Any] = {"row_sum": (heads,), "log_softmax": (logits,)}
+    calls |= {"row_product": (x, floats[0])} if floats else {}
+    calls |= {"block_product": (x, blocks[0])} if blocks else {}
 
     is_native = (runs_native(kernel, KERNELS[kernel].implementations, *args) for kernel, args in calls.items())
     return chosen("paged_attention") in (None, "native") and all(is_native)

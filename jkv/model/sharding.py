@@ -26,6 +26,7 @@ from jkv.errors import refused
 from jkv.model.joined import is_joined, separate_weights
 from jkv.model.params import Codes, LowRank, Model, ModelConfig, Params
 from jkv.pytrees import PyTree
+from pallas_kernels.blocks import Blocks
 
 HEADS = "tensor"  # the mesh axis that splits KV heads
 COPIES = "copies"  # the one along which devices hold copies of them
@@ -206,6 +207,12 @@ def matrix_specs(spec: Any, weight: Any) -> Any:
     if isinstance(weight, Codes):
         of_scale = spec if weight.code.ndim == 3 else P(columns) if columns else P()
         return Codes(code=spec, scale=of_scale)
+    if isinstance(weight, Blocks):
+        raise refused(
+            "A mesh splits matrices of floats or of 8 bits; got one in the blocks of its GGUF file. Load the model without "
+            'weight_dtype="blocks".',
+            params="unsupported",
+        )
     return spec
 
 

@@ -12,6 +12,7 @@ from jkv.model.delta_weights import delta_shapes
 from jkv.model.joined import filled
 from jkv.model.params import LayerInputs, LayerParams, ModelConfig, Params, fold
 from jkv.model.weight_records import Codes, Experts, LowRank
+from pallas_kernels.blocks import Blocks
 
 
 def weight_shapes(config: ModelConfig, dtype: Any = jnp.float32) -> Params:
@@ -110,7 +111,7 @@ def leaf_name(path: Any) -> str:
 def named_leaves(params: Params) -> dict[str, Any]:
     """The folded weights by name, in the order of the tree. Refuses weights that do not fit their configuration."""
     wanted = {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(weight_shapes(params.config))[0]}
-    leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, Codes | LowRank))
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, Codes | LowRank | Blocks))
     named = {leaf_name(path): leaf for path, leaf in leaves}
     named = {name: fold(leaf, wanted[name].shape) if name in wanted else leaf for name, leaf in named.items()}
     for name in wanted | named:

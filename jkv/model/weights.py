@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.errors import refused
+from jkv.model.eight_bits import AS_STORED, format_of
 from jkv.model.joined import is_joined, join_weights, separate_weights
 from jkv.model.params import ModelConfig, Params
 
@@ -106,6 +107,12 @@ def check_same(old: Params, new: Any) -> None:
         rule = f"New weights must be jkv.Params, like the old ones; got {type(new).__name__}. Convert them first."
         raise refused(rule, params="wrong_type")
     check_config(old.config, new.config)
+    if format_of(old) == AS_STORED != format_of(new):
+        raise refused(
+            "New weights must be in the blocks of a GGUF file, as the old ones are; got others. Load the model without "
+            'weight_dtype="blocks" to give it new weights.',
+            params="does_not_fit",
+        )
     names = [[jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)] for tree in (old, new)]
     if names[0] != names[1]:
         missing, extra = sorted({*names[0]} - {*names[1]}), sorted({*names[1]} - {*names[0]})

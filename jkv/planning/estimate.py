@@ -126,10 +126,13 @@ class Setting:
     kv_format: Format | None = None
     weight_dtype: str | None = None  # of matrices in 8 bits
     speculate: Drafter | None = None
+    stored: Params | None = None  # the shapes of weights in the blocks of a GGUF file
 
     @functools.cached_property
     def shapes(self) -> Params:
         """The shapes of the model's weights."""
+        if self.stored is not None:
+            return self.stored
         shapes = weight_shapes(self.config, self.dtype)
         return shapes if self.weight_dtype is None else quantise_weights(shapes, self.weight_dtype)
 

@@ -7,16 +7,20 @@ Bytes of weights and cache are those of the engine's own arrays (`jkv.planning.e
 import bisect
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jkv import notebook
 from jkv.cache import default_page_size
 from jkv.cache.slot_size import slot_size
+from jkv.checkpoints.gguf_header import read_header
+from jkv.checkpoints.loading import find_gguf
 from jkv.checkpoints.model_shapes import find_shape
-from jkv.checkpoints.weight_reading import float_dtype
-from jkv.checks import check_counts, out_of_range, size, typed
+from jkv.checkpoints.weight_reading import float_dtype, gguf_shapes
+from jkv.checks import check_counts, out_of_range, shown, size, typed
 from jkv.engine.drafters import AUTO, Drafter, ngram
 from jkv.engine.memory import state_bytes
 from jkv.engine.options import EngineOptions
@@ -27,7 +31,7 @@ from jkv.errors import refused
 from jkv.eviction import Policy
 from jkv.eviction.byte_budget import check_sealing_on, in_slots
 from jkv.eviction.policy import check_shape
-from jkv.model.eight_bits import check_format
+from jkv.model.eight_bits import AS_STORED, check_format, format_of
 from jkv.model.params import Model, ModelConfig, Params, count_weights
 from jkv.model.sampling import Sampling
 from jkv.model.sharding import check_divides
@@ -138,7 +142,8 @@ def plan(
         every token in every row, which each step reads. None plans for draws that are cut, without penalties.
       kv_dtype: "int8", "fp8", "int4" or "kvarn" for quantised pages (`jkv.EngineOptions`); None keeps keys and values in
         `dtype`.
-      weight_dtype: "int8" or "fp8" for matrices in 8 bits (`jkv.load`); None keeps them in `dtype`.
+      weight_dtype: "int8" or "fp8" for matrices in 8 bits, "blocks" for those of a GGUF file on a CPU (`jkv.load`); None keeps
+        them in `dtype`.
       speculate: where guesses of the next tokens come from (`jkv.EngineOptions`); None for steps of one token. Its memory
         counts; the bound on tokens a second is that of steps without guesses.
       memory_share: share of a device's memory that JAX may fill. The rest is for program code, the runtime and gaps.
@@ -169,8 +174,9 @@ def plan(
         speculate = None if why_by_step(policy) else ngram()
     drafter = check_speculation(EngineOptions(speculate=speculate), [policy], config, 1)
     of_weights = check_format(weight_dtype)
+    stored = stored_shapes(model, config, device, dtype) if of_weights == AS_STORED else None
     setting = Setting(
-        config, device, dtype, num_devices, page_size, prompt, sampling, memory_share, kv_format, of_weights, drafter
+        config, device, dtype, num_devices, page_size, prompt, sampling, memory_share, kv_format, of_weights, drafter, stored
     )
     own = setting.estimate(policy, length, batch)
     check_fits(setting, policy, length, own)
@@ -195,10 +201,28 @@ def plan(
         full=whole,
         rows_pay_from=pays_from(setting, policy, lambda own, other: own.batch > other.batch),
         speed_pays_from=pays_from(setting, policy, is_faster),
-        kernels=kernels_on(device, config, dtype, page_size, own.max_slots, kv_dtype),
+        kernels=kernels_on(device, config, dtype, page_size, own.max_slots, kv_dtype, of_weights),
         notes=tuple(notes_of(setting, policy)),
         speculate=drafter,
     )
+
+
+def stored_shapes(model: Any, config: ModelConfig, device: Device, dtype: Any) -> Params:
+    """The shapes of weights in the blocks of a GGUF file.
+
+    Raises:
+      ValueError: another model, or an accelerator.
+    """
+    rule = 'weight_dtype="blocks" is for a GGUF file on a CPU'
+    if device.platform != "cpu":
+        raise refused(f"{rule}; got {device.name}. Use another weight_dtype.", weight_dtype="unsupported")
+    if isinstance(model, Model | Params):
+        params = model.params if isinstance(model, Model) else model
+        if format_of(params) == AS_STORED:
+            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+    elif isinstance(model, str | Path) and (file := find_gguf(model)):
+        return gguf_shapes(read_header(file), config, dtype)
+    raise refused(f"{rule}, or a model loaded so; got {shown(str(model))}. Give the file.", weight_dtype="unsupported")
 
 
 def dtype_of(model: Any, device: Device, dtype: Any) -> Any:
@@ -211,7 +235,13 @@ def dtype_of(model: Any, device: Device, dtype: Any) -> Any:
 
 
 def kernels_on(
-    device: Device, config: ModelConfig, dtype: Any, page_size: int, slots: int, kv_dtype: str | None
+    device: Device,
+    config: ModelConfig,
+    dtype: Any,
+    page_size: int,
+    slots: int,
+    kv_dtype: str | None,
+    weight_dtype: str | None,
 ) -> dict[str, str]:
     """The implementation that a device gets of each kernel, but for those that an accelerator leaves to XLA on purpose."""
     shape = ModelShape(config.num_layers, config.num_query_heads, config.num_kv_heads, config.head_size)
@@ -221,7 +251,9 @@ def kernels_on(
         return {
             name: best(kernel.implementations, platform, *kernel.shapes.arguments(shape, workload))
             for name, kernel in KERNELS.items()
-            if (name != "sealed_attention" or kv_dtype in SEALED) and (platform == "cpu" or not is_for_cpus(kernel))
+            if (name != "sealed_attention" or kv_dtype in SEALED)
+            and (name != "block_product" or weight_dtype == AS_STORED)
+            and (platform == "cpu" or not is_for_cpus(kernel))
         }
 
 

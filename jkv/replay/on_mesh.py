@@ -28,7 +28,7 @@ def mesh_of(params: Params, mesh: AnyMesh | None = None) -> AnyMesh | None:
     Raises:
       ValueError: a mesh that does not divide the model.
     """
-    if mesh is None and not isinstance(params.embedding, jax.core.Tracer):
+    if mesh is None and not isinstance(jax.tree.leaves(params.embedding)[0], jax.core.Tracer):
         sharding = getattr(params.embedding, "sharding", None)
         mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
     elif mesh is None:

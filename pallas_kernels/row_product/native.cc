@@ -6,45 +6,14 @@
 // the other rows. Matrices are floats, bfloat16s, or codes of 8 bits, which become floats in registers: the result is theirs.
 
 #include "../native.h"
+#include "../wide.h"
 
 namespace {
 
 constexpr int64_t kInputs = 8;       // that are added to a sum in a register before it is stored
 constexpr int64_t kOutputs = 64;     // columns of the smallest piece of work
 constexpr int64_t kTurn = 1 << 21;   // bytes of matrices for which it pays to wake another thread
-
-// Vectors as wide as the processor's; no bit of a product with a matrix [D, F] depends on their width.
-#if defined(__AVX512F__)
-constexpr int kWide = 16, kMostRows = 8;  // rows whose sums the registers hold
-typedef float Wide __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t WideInt __attribute__((vector_size(64)));
-inline Wide MultiplyAdd(Wide a, Wide b, Wide sum) { return (Wide)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum); }
-inline WideInt Widen(const int8_t* from) { return (WideInt)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)); }
-inline WideInt Widen(const uint8_t* from) { return (WideInt)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from)); }
-inline WideInt Widen(const uint16_t* from) { return (WideInt)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)); }
-#else
-constexpr int kWide = kLanes, kMostRows = 4;
-typedef Lanes Wide;
-typedef IntLanes WideInt;
-template <typename Number>
-inline WideInt Widen(const Number* from) {
-  WideInt whole;
-  for (int i = 0; i < kWide; ++i) whole[i] = from[i];
-  return whole;
-}
-#endif
-
-inline float SumOf(Wide x) {
-  Lanes parts[kWide / kLanes];
-  std::memcpy(parts, &x, sizeof(x));
-  return Sum(kWide == kLanes ? parts[0] : parts[0] + parts[kWide / kLanes - 1]);
-}
-
-inline Wide FromBits(WideInt bits) {
-  Wide floats;
-  std::memcpy(&floats, &bits, sizeof(floats));
-  return floats;
-}
+constexpr int kMostRows = kWide == 16 ? 8 : 4;  // rows whose sums the registers hold
 
 // How a matrix stores numbers, and a vector of them as floats.
 struct Floats {

@@ -12,15 +12,18 @@ from jkv.engine.drafters import Proposal
 from jkv.engine.policy_checks import guesses_for
 from jkv.model import row_invariance
 from jkv.testing import TINY, TinyTokenizer, tiny_model
+from pallas_kernels.block_product.native import why_no_library
 from pallas_kernels.choice import choose
 from pallas_kernels.quantised import FORMATS
 from pallas_kernels.row_product import native
+from tests.support.gguf_models import in_blocks
 from tests.support.recurrent import recurrent_model
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5], [9, 1, 2], [3] * 11]
 WHOLE = dataclasses.replace(TINY, width=64, head_size=32, num_query_heads=2, num_kv_heads=1)  # vectors without a rest
 WINDOWED = dataclasses.replace(WHOLE, num_layers=4, window=6, window_layers=(0, 2))
 MODELS = {name: tiny_model(1, config, TinyTokenizer()) for name, config in {"plain": WHOLE, "windows": WINDOWED}.items()}
+MODELS["blocks"] = jkv.Model(in_blocks(MODELS["plain"].params), TinyTokenizer())
 SETTINGS = {"max_slots": 96, "page_size": 4, "stop_ids": (), "temperature": 1.0, "seed": 2}
 
 
@@ -38,7 +41,7 @@ class Always:
 
 @pytest.fixture(autouse=True)
 def has_kernels():
-    if reason := native.why_no_library():
+    if reason := native.why_no_library() or why_no_library():
         pytest.skip(reason)
 
 
@@ -61,7 +64,10 @@ def test_a_row_has_the_same_bits_in_engines_of_other_sizes(name):
 
     alone, _ = log_probs(max_running=1)
     guessed = {"max_running": 3, "speculate": jkv.ngram(7, most=2, least=1)}
-    for settings in ({"max_running": 3}, {"max_running": 7}, {"max_running": 24}, guessed):
+    sizes = (
+        ({"max_running": 24},) if name == "blocks" else ({"max_running": 3}, {"max_running": 7}, {"max_running": 24}, guessed)
+    )
+    for settings in sizes:
         found, stats = log_probs(**settings)
         assert stats.drafted > 0 or settings is not guessed
         expected = log_probs(**guessed | {"max_running": 1})[0] if settings is guessed and name == "windows" else alone
@@ -102,6 +108,7 @@ def test_it_holds_for_what_adds_up_in_one_order():
     for params, kv_format, rows, holds in (
         (plain, None, 32, True),
         (codes, None, 32, True),
+        (MODELS["blocks"].params, None, 32, True),
         (plain, FORMATS["int8"], 8, True),
         (plain, None, 33, False),
         (plain, FORMATS["int4"], 8, False),

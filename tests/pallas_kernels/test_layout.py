@@ -25,6 +25,7 @@ OPTIONAL = {
 }  # `pallas`: what gpu and tpu share
 ORDER = (
     {
+        "blocks",
         "choice",
         "dispatch",
         "hadamard",

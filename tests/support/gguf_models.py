@@ -5,8 +5,13 @@ import re
 from pathlib import Path
 
 import gguf
+import jax
+import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file, save_file
+
+from jkv.model.weight_shapes import leaf_name
+from pallas_kernels.blocks import Blocks
 
 Kind = gguf.GGMLQuantizationType
 KINDS = [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1]
@@ -57,6 +62,19 @@ def quantised(values, kind, seed=0):
     for at in SCALES[kind]:
         blocks[:, at : at + 2] = np.float16([0.001]).view(np.uint8)
     return blocks.reshape(values.shape[0], -1)
+
+
+def in_blocks(params, kind=Kind.Q8_0):
+    """The weights with the embedding, and the matrices whose inputs are whole blocks, as a file of that type has them."""
+
+    def of_leaf(path, leaf):
+        is_table = leaf_name(path) == "embedding"
+        rows = np.asarray(leaf if is_table else leaf.T)
+        if leaf.ndim != 2 or rows.shape[1] % gguf.GGML_QUANT_SIZES[kind][0]:
+            return leaf
+        return Blocks(jnp.asarray(gguf.quantize(rows, kind)), kind.name, is_transposed=not is_table)
+
+    return jax.tree_util.tree_map_with_path(of_leaf, params)
 
 
 def write_gguf(file, folder, kind=Kind.F32, tokenizer=None, change=None, **options):
