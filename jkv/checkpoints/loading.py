@@ -69,8 +69,8 @@ def load(
 
     With `weight_dtype="blocks"`, a CPU keeps the matrices of a GGUF file, and the embedding, in the blocks of the file. They
     take the memory of the file, and each product decodes them to the numbers that `None` decodes once. Q4_0, Q4_1, Q5_0, Q5_1,
-    Q8_0, Q4_K, Q5_K and Q6_K may be mixed; a warning names matrices of other types and of experts, which become floats. Such weights
-    cannot be trained, updated or split over a mesh; `jkv.save` and `export` write their numbers.
+    Q8_0, Q4_K, Q5_K and Q6_K may be mixed; a warning names matrices of other types and of experts, which become floats. Such
+    weights cannot be trained, updated or split over a mesh; `jkv.save` and `export` write their numbers.
 
     With a `mesh`, whose axis "tensor" splits the weights, each device gets its part at once, where `jkv.shardings` puts it: no
     host holds more than the weights of its devices and one tensor, and no device more than its part and that of one weight.
