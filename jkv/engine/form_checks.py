@@ -10,12 +10,8 @@ from jkv.forms.tables import ANSWERS, MAY_THINK, THINKS, table_of
 from jkv.model.params import Model
 from jkv.reasoning.marks import MOST_MARK, marks_of
 
-EXCLUDE = (
-    "stop_strings",
-    "min_tokens",
-    "allowed_token_ids",
-    "bad_words",
-)  # they could end an answer early, or leave it no token
+# They could end an answer early, or leave it no token.
+EXCLUDE = "stop_strings", "min_tokens", "allowed_token_ids", "bad_words"
 
 
 def check_form(model: Model, options: Any, ends: Sequence[int], most_ends: int) -> None:
@@ -33,7 +29,7 @@ def check_form(model: Model, options: Any, ends: Sequence[int], most_ends: int) 
         rule = "{field} must be made by jkv.forms.json, regex or choice, such as jkv.forms.json(schema); got {got}."
         raise InputError(rule, field="form", code="wrong_type", got=shown(form))
     if model.tokenizer is None:
-        rule = "{field} needs a model with a tokenizer; this one has none. Use {allowed_token_ids}."
+        rule = "{field} needs a model with a tokenizer; this one has none. Restrict its tokens by their ids."
         raise InputError(rule, field="form", code="unsupported")
     for name in EXCLUDE:
         if getattr(options, name):

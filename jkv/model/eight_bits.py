@@ -79,9 +79,10 @@ def quantise_weights(params: Params, weight_dtype: str) -> Params:
       ValueError: another format, or weights that are no floats.
     """
     if (found := check_format(weight_dtype)) not in FORMATS:
-        remedy = "Pass the weights as they are." if found is None else "Only a GGUF file has blocks: see jkv.load."
-        rule = f"weight_dtype must be one of {', '.join(FORMATS)}; got {shown(weight_dtype)}. {remedy}"
-        raise refused(rule, weight_dtype="missing" if found is None else "unsupported")
+        rule = f"weight_dtype must be one of {', '.join(FORMATS)}; got {shown(weight_dtype)}."
+        if found is None:
+            raise refused(f"{rule} Pass the weights as they are.", weight_dtype="missing")
+        raise refused(f"{rule} Only a GGUF file has blocks: see jkv.load.", weight_dtype="unsupported")
 
     def of_leaf(path: Any, weight: Any) -> Any:
         axis = code_axis(leaf_name(path))
