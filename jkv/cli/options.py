@@ -145,7 +145,7 @@ KV_DTYPE = Option(
 )
 DTYPE = Option("dtype", str, None, "float32, bfloat16 or float16; default: float32 on a CPU and a GPU without bfloat16")
 WEIGHT_DTYPE = Option(
-    "weight_dtype", str, None, "int8 or fp8 keeps matrices in 8 bits, blocks keeps those of a GGUF file; default: floats"
+    "weight_dtype", str, None, "int8 or fp8 keeps matrices in 8 bits, blocks keeps a GGUF file's own blocks; default: floats"
 )
 MAX_POSITIONS = Option(
     "max_positions",

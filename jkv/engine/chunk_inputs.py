@@ -24,8 +24,8 @@ SIZES = (16, 64, 256)  # tokens of a prefill program
 CPU_SIZES = (16, 64, 128)  # 256 tokens take as long as twice 128, and the prefix cache finds pieces of the largest size
 LEAST_SLOTS = 1024  # of a row that a piece gathers; more, by a factor of four each, where it holds more
 LARGE = 1024  # one more where kernels run: the products of 256 tokens leave half of a GPU without work
-# What a piece costs besides its tokens, in tokens, as the weights are read again: an H200 reads those of 8B parameters in the
-# time in which it multiplies 170 tokens with them, and a CPU those of SmolLM2-135M in that of 8.
+# What a piece costs besides its tokens, in tokens, as the weights are read again: an H200 reads 8B parameters in the time in
+# which it multiplies 170 tokens with them, and a CPU reads SmolLM2-135M in the time of 8 tokens.
 OF_PIECE, OF_LARGE, OF_CPU = 48, 170, 8
 
 
@@ -73,7 +73,7 @@ def chunks(prompt: np.ndarray, sizes: tuple[int, ...]) -> Iterator[tuple[np.ndar
 
 
 def pages_to_read(num_slots: int, page_size: int, max_pages: int) -> int | None:
-    """Pages of a row with so many slots that a piece gathers: one of a few numbers; None for all that a row can have.
+    """How many pages a piece gathers of a row with so many slots: one of a few numbers; None for all that a row can have.
 
     >>> [pages_to_read(slots, 16, 2048) for slots in (300, 1024, 1025, 4097, 20_000)]
     [64, 64, 256, 1024, None]

@@ -132,6 +132,27 @@ class Parts:
         return found
 
 
+class Numbers:
+    """Numbers of the states of an automaton that is made, from 0 on, in the order in which they are met."""
+
+    def __init__(self) -> None:
+        self._of: dict[Any, int] = {}
+        self.states: list[Any] = []  # which grows while the steps from each are computed
+
+    def __call__(self, state: Any) -> int:
+        """The number of a state, a new one if it has none.
+
+        Raises:
+          ValueError: there are too many.
+        """
+        if state not in self._of:
+            if len(self.states) >= MOST_STATES:
+                raise too_large("states", len(self.states), MOST_STATES)
+            self._of[state] = len(self.states)
+            self.states.append(state)
+        return self._of[state]
+
+
 def masks_of(automaton: Automaton) -> list[int]:
     """The symbols of each class."""
     masks = [0] * automaton.next.shape[1]
@@ -165,20 +186,10 @@ def automaton_of(*expressions: Expression, num_symbols: int = BYTES) -> Automato
     classes_in = {symbols: classes_within(symbols, class_of) for symbols in sets}
     closures = parts.closures()
     steps = [[(i, closures[to]) for symbols, to in edges for i in classes_in[symbols]] for edges in parts.edges]
-    numbers: dict[frozenset[int], int] = {}
-    open_ones: list[frozenset[int]] = []
-
-    def number(states: frozenset[int]) -> int:
-        if states not in numbers:
-            if len(numbers) >= MOST_STATES:
-                raise too_large("states", len(numbers), MOST_STATES)
-            numbers[states] = len(numbers)
-            open_ones.append(states)
-        return numbers[states]
-
+    number = Numbers()
     first = tuple(number(closures[start]) for start in starts)
     rows = []
-    for states in open_ones:  # which grows
+    for states in number.states:
         row = [DEAD] * (int(class_of.max()) + 1)
         after = collections.defaultdict[int, set[int]](set)
         for state in states:
@@ -187,7 +198,7 @@ def automaton_of(*expressions: Expression, num_symbols: int = BYTES) -> Automato
         for i, group in after.items():
             row[i] = number(frozenset(group))
         rows.append(row)
-    accepting = np.array([end in states for states in numbers])
+    accepting = np.array([end in states for states in number.states])
     return smallest(Automaton(np.array(rows, np.int32), class_of, accepting, first))
 
 
@@ -309,24 +320,11 @@ def product(one: Automaton, other: Automaton, accepts: Callable[[bool, bool], bo
     columns = pairs // other.next.shape[1], pairs % other.next.shape[1]
     dead = np.full((1, len(pairs)), DEAD, np.int32)
     tables = [np.concatenate([x.next[:, i], dead]) for x, i in zip((one, other), columns, strict=True)]
-    numbers: dict[tuple[int, int], int] = {}
-    open_ones: list[tuple[int, int]] = []
-
-    def number(pair: tuple[int, int]) -> int:
-        if pair not in numbers:
-            if len(numbers) >= MOST_STATES:
-                raise too_large("states", len(numbers), MOST_STATES)
-            numbers[pair] = len(numbers)
-            open_ones.append(pair)
-        return numbers[pair]
-
+    number = Numbers()
     start = number((one.starts[0], other.starts[0]))
-    rows = [
-        [number(pair) for pair in zip(tables[0][a].tolist(), tables[1][b].tolist(), strict=True)]
-        for a, b in open_ones  # which grows
-    ]
+    rows = [[number(pair) for pair in zip(tables[0][a].tolist(), tables[1][b].tolist(), strict=True)] for a, b in number.states]
     ends = [np.append(x.is_accepting, False) for x in (one, other)]
-    accepting = np.array([accepts(bool(ends[0][a]), bool(ends[1][b])) for a, b in numbers])
+    accepting = np.array([accepts(bool(ends[0][a]), bool(ends[1][b])) for a, b in number.states])
     return smallest(Automaton(np.array(rows, np.int32), class_of.astype(np.int32), accepting, (start,)))
 
 

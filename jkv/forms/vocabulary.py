@@ -17,6 +17,7 @@ from jkv.reasoning.token_text import token_of
 from jkv.reasoning.tool_calls import SPECIAL_MARKS
 
 OTHER = BYTES  # the symbol of a token that has no text
+NEWLINE = text("\n")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -106,6 +107,3 @@ def vocabulary_of(tokenizer: Any, vocab_size: int) -> Vocabulary:
     symbols = np.fromiter((symbol for each in found for symbol in each), np.int32, int(begins[-1]))
     always = (think.begin, think.ends) == (HARMONY.begin, HARMONY.ends)
     return Vocabulary(symbols, begins, marks, frozenset(texts), (think.begin, think.ends), always)
-
-
-NEWLINE = text("\n")

@@ -207,7 +207,7 @@ def plan(
     )
 
 
-def stored_shapes(model: Any, config: ModelConfig, device: Device, dtype: Any) -> Params:
+def stored_shapes(model: Model | Params | ModelConfig | str | Path, config: ModelConfig, device: Device, dtype: Any) -> Params:
     """The shapes of weights in the blocks of a GGUF file.
 
     Raises:

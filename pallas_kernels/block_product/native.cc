@@ -395,11 +395,6 @@ ffi::Error Multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Remainin
   const int64_t threads = std::clamp<int64_t>(work / kTurn, 1, pool.num_threads()), pieces = threads > 1 ? 4 * threads : 1;
   a.width = std::max<int64_t>((all / pieces + kTileOutputs) / kTileOutputs * kTileOutputs, kTileOutputs);
   a.rows = (all + a.width - 1) / a.width;
-  if (threads == 1) {
-    Scratch scratch;
-    for (int64_t i = 0; i < a.rows; ++i) Piece(a, i, scratch);
-    return ffi::Error::Success();
-  }
   return ForEachRow<Arguments>(pool, "block_product", a, Piece);
 }
 

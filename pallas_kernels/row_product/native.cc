@@ -220,11 +220,6 @@ ffi::Error Multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Remainin
   }
   if (!piece || (is_by_output && dtype != ffi::DataType::F32 && dtype != ffi::DataType::BF16))
     return ffi::Error::InvalidArgument("row_product: matrices must hold float32 or bfloat16, or [D, F] int8 or float8_e4m3fn");
-  if (threads == 1) {
-    Scratch scratch;
-    for (int64_t i = 0; i < a.rows; ++i) piece(a, i, scratch);
-    return ffi::Error::Success();
-  }
   return ForEachRow<Arguments>(pool, "row_product", a, piece);
 }
 

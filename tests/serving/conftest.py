@@ -150,3 +150,16 @@ def scripted():
     server.make_job = forced_job
     yield one
     one.close()
+
+
+@pytest.fixture
+def jobs(scripted, monkeypatch):
+    """The jobs that the scripted server makes, in their order."""
+    found, server, make_job = [], scripted.app.state.server, scripted.app.state.server.make_job
+
+    async def noted(fields, last):
+        found.append(await make_job(fields, last))
+        return found[-1]
+
+    monkeypatch.setattr(server, "make_job", noted)
+    return found

@@ -27,19 +27,6 @@ def client(scripted):
         yield client
 
 
-@pytest.fixture
-def jobs(scripted, monkeypatch):
-    """The jobs that the server makes, in their order."""
-    found, server, make_job = [], scripted.app.state.server, scripted.app.state.server.make_job
-
-    async def noted(fields, last):
-        found.append(await make_job(fields, last))
-        return found[-1]
-
-    monkeypatch.setattr(server, "make_job", noted)
-    return found
-
-
 def events_of(server, body):
     """The data of a stream, each of which has its event's name."""
     text = post(server, {**body, "stream": True}, PATH).text

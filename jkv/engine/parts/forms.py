@@ -12,10 +12,10 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jkv.engine.parts.base import Carried, Draw, Rows, Step, StepPart
-from jkv.engine.requests import MOST_ENDS, Request
+from jkv.engine.requests import MOST_ENDS
 from jkv.engine.samples import Sample
 from jkv.forms.automaton import DEAD
-from jkv.forms.tables import END, Table, Walk, table_of
+from jkv.forms.tables import END, Walk, table_of
 from jkv.pytrees import static
 
 NONE = -1  # in place of where a table begins
@@ -39,7 +39,7 @@ class Forms(StepPart):
         size, count = rows.model.config.vocab_size, rows.num_rows
         start, num_classes = np.full(count, NONE, np.int32), np.zeros(count, np.int32)
         ends = np.full((count, MOST_ENDS), size, np.int32)
-        tables = {i: table_for(rows, sample.request) for i, sample in with_forms(rows).items()}
+        tables = {i: walk_of(rows, sample).table for i, sample in with_forms(rows).items()}
         assert rows.forms is not None
         array, places = rows.forms.place(list(tables.values()))
         for i, table in tables.items():
@@ -52,9 +52,7 @@ class Forms(StepPart):
     def carried(cls, rows: Rows) -> dict[str, Any]:
         state = np.zeros(rows.num_rows, np.int32)
         for i, sample in with_forms(rows).items():
-            if sample.walk is None:
-                sample.walk = Walk(table_for(rows, sample.request), sample.request.form_start)
-            state[i] = sample.walk.after(sample.completion.tokens)
+            state[i] = walk_of(rows, sample).after(sample.completion.tokens)
         return {"form_state": state}
 
     def begin(self, carried: Carried) -> Any:
@@ -95,7 +93,11 @@ def with_forms(rows: Rows) -> dict[int, Sample]:
     return {i: sample for i, sample in rows.running.items() if sample.request.form is not None}
 
 
-def table_for(rows: Rows, request: Request) -> Table:
-    """The table of a request's form, which was made when the request was checked."""
-    assert request.form is not None
-    return table_of(request.form, rows.model.tokenizer, rows.model.config.vocab_size)
+def walk_of(rows: Rows, sample: Sample) -> Walk:
+    """A sample's walk through the table of its form, which was made when the request was checked."""
+    if sample.walk is None:
+        request = sample.request
+        assert request.form is not None
+        table = table_of(request.form, rows.model.tokenizer, rows.model.config.vocab_size)
+        sample.walk = Walk(table, request.form_start)
+    return sample.walk
