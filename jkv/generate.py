@@ -58,8 +58,8 @@ def generate(
       prompt_or_prompts: a string, a conversation (a list of messages such as `{"role": "user", "content": "..."}`, which the
         tokenizer's chat template turns into text), or a sequence of token ids; or a list of these; or what a tokenizer of
         Hugging Face returns for texts.
-      policy, sampling, max_new_tokens, n, stop_ids, stop_strings, forced_tokens, prompt_piece, parse_special, form:
-        see `jkv.RequestOptions`.
+      policy, sampling, max_new_tokens, n, stop_ids, stop_strings, forced_tokens, prompt_piece, parse_special, form: see
+        `jkv.RequestOptions`.
       prompt_mask: of padded rows of token ids, on either side: 1 for each token and 0 for padding, as a tokenizer's
         `attention_mask`. Rows that look padded are refused without it.
       on_tokens: receives a `jkv.Event` for each sample and chunk (`event.ticket` is the prompt's index), or on replicas for
