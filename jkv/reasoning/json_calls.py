@@ -11,7 +11,7 @@ from jkv.reasoning.token_text import num_certain
 TEXT = r'"(?:[^"\\]|\\.)*"'
 MEMBERS = rf'(?:\s*"(?:type|id)"\s*:\s*{TEXT}\s*,)*'  # that say nothing about the call
 HEAD = re.compile(rf'\{{{MEMBERS}\s*"name"\s*:\s*({TEXT})\s*,{MEMBERS}\s*"(?:arguments|parameters)"\s*:\s*\{{')
-NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w*)?\s*(?:\[ARGS\])?\s*")  # Mistral's newer form: NAME[ARGS]{...}
+NAMED = re.compile(r"([\w.-]+)(?:\s*\[CALL_ID\]\w*)?(?:\s*\[ARGS\])?")  # Mistral's newer form: NAME[ARGS]{...}
 BEFORE = re.compile(r"[\s\w.\-\[\]]*")  # what may be before the first brace
 LONGEST_NAME = 200  # characters before the first brace
 
@@ -124,7 +124,7 @@ class JsonCallReader:
         self._scanner.take(char)
         if self._head.strip(SPACE + "[") == "":
             self._place, self._object = "object", char
-        elif (match := NAMED.fullmatch(self._head)) and self._is_known(match[1]):
+        elif (match := NAMED.fullmatch(self._head.strip())) and self._is_known(match[1]):
             self._place, self._found, self._arguments = "arguments", match[1], char
         else:
             self.state = "failed"

@@ -128,7 +128,9 @@ def wrong_answers(printed: str, prompts: list[object], texts: list[str]) -> list
     """The answers to chains that were printed and are wrong, each with its prompt."""
     found = [(prompt, right_answer(prompt), read_answer(text)) for prompt, text in zip(prompts, texts, strict=False)]
     return [
-        f"{prompt}: {answer}" for prompt, right, answer in found if right and answer and answer in printed and answer != right
+        f"{prompt}: {answer}"
+        for prompt, right, answer in found
+        if right and answer and answer in printed and answer not in (right, right.partition("=")[2])  # d=1, or 1 alone
     ]
 
 
