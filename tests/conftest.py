@@ -166,5 +166,5 @@ def short_prefills():
     from jkv.engine import chunk_inputs
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk_inputs, "CPU_SIZES", (4, 16))
+        patch.setattr(chunk_inputs, "OF_CPU", chunk_inputs.PrefillPrograms((4, 16), 8))
         yield

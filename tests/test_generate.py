@@ -218,7 +218,7 @@ def test_bare_params_and_arrays_are_taken(model):
 def test_a_long_prompt_is_prefilled_in_pieces_like_in_one(model, monkeypatch):
     prompt = np.random.default_rng(0).integers(0, 32, 70).tolist()
     whole = jkv.generate(model, prompt, **KNOBS)
-    monkeypatch.setattr(chunk_inputs, "CPU_SIZES", (16,))
+    monkeypatch.setattr(chunk_inputs, "OF_CPU", chunk_inputs.PrefillPrograms((16,), 8))
     pieces = jkv.generate(model, prompt, policy=jkv.r_kv(budget=500, interval=16), **KNOBS)
     np.testing.assert_array_equal(whole.tokens, pieces.tokens)
     np.testing.assert_allclose(whole.logprobs, pieces.logprobs, atol=1e-4)

@@ -85,6 +85,14 @@ OPTIONS = (
     Option("kv_memory", str, None, 'bytes of the pool, or "auto" for the free memory; default: full rows', number_or_text),
     Option("chunk", int, 16, "decode steps between two events of a stream"),
     Option("first_chunk", int, 2, "decode steps until the first event of a stream; more cost a busy server less"),
+    Option(
+        "largest_prefill",
+        int,
+        None,
+        "tokens of the largest prefill program, and of a piece of the prefix cache: 16, 64 or 128 on a CPU, 16, 64, 256 or "
+        "1024 where kernels run; default: the most",
+        more={"metavar": "TOKENS"},
+    ),
     DEVICE_PAGE_SIZE,
     DTYPE,
     WEIGHT_DTYPE,
@@ -182,6 +190,7 @@ def run(options: argparse.Namespace) -> int:
         kv_memory=options.kv_memory,
         chunk=options.chunk,
         first_chunk=min(options.first_chunk, options.chunk),
+        largest_prefill=options.largest_prefill,
         page_size=options.page_size,
         kv_dtype=options.kv_dtype,
         policies=[*([] if is_sealed else [r_kv(budget=OPEN_CONTEXT)]), policy, *more],  # requests may name what needs no more

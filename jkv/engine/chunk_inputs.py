@@ -6,13 +6,14 @@ chunk (`for_chunk`).
 
 import functools
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jkv.cache.in_step_eviction import UNLIMITED, StepRules
 from jkv.cache.page_selection import ReadRules, pages_read
+from jkv.checks import out_of_range
 from jkv.engine.parts.base import Rows
 from jkv.engine.parts.table import KINDS, Parts
 from jkv.engine.programs import ChunkInputs
@@ -20,51 +21,73 @@ from jkv.eviction import Policy
 from jkv.model.sampling import Sampling, rows_of, sample_key
 from pallas_kernels.choice import LEAST_CAPABILITY
 
-SIZES = (16, 64, 256)  # tokens of a prefill program
-CPU_SIZES = (16, 64, 128)  # 256 tokens take as long as twice 128, and the prefix cache finds pieces of the largest size
 LEAST_SLOTS = 1024  # of a row that a piece gathers; more, by a factor of four each, where it holds more
-LARGE = 1024  # one more where kernels run: the products of 256 tokens leave half of a GPU without work
-# What a piece costs besides its tokens, in tokens, as the weights are read again: an H200 reads 8B parameters in the time in
-# which it multiplies 170 tokens with them, and a CPU reads SmolLM2-135M in the time of 8 tokens.
-OF_PIECE, OF_LARGE, OF_CPU = 48, 170, 8
+LARGE = 1024  # tokens of a prefill program where kernels run: the products of 256 leave half of a GPU without work
 
 
-def sizes_for(platform: str, capability: tuple[int, int] | None = None) -> tuple[int, ...]:
-    """Tokens of the prefill programs on a platform, and for a GPU of this compute capability.
+class PrefillPrograms(NamedTuple):
+    """The programs through which a device reads prompts.
 
-    >>> sizes_for("cpu"), sizes_for("tpu"), sizes_for("cuda", (7, 5))
-    ((16, 64, 128), (16, 64, 256, 1024), (16, 64, 256))
+    Attributes:
+      sizes: the tokens of each, the smallest first.
+      of_piece: what a piece of a prompt costs besides its tokens, in tokens, as the weights are read again.
     """
-    if platform == "cpu":
-        return CPU_SIZES
+
+    sizes: tuple[int, ...]
+    of_piece: int
+
+
+# An H200 reads 8B parameters in the time in which it multiplies 170 tokens with them, and a CPU reads SmolLM2-135M in the time
+# of 8 tokens. There 256 tokens take as long as twice 128, and the prefix cache finds more in short pieces.
+OF_CPU = PrefillPrograms((16, 64, 128), 8)
+OF_KERNELS = PrefillPrograms((16, 64, 256, LARGE), 170)
+OF_OTHERS = PrefillPrograms((16, 64, 256), 48)
+
+
+def prefill_programs(platform: str, capability: tuple[int, int] | None = None, largest: int | None = None) -> PrefillPrograms:
+    """The prefill programs of a platform, and of a GPU of this compute capability; none has more tokens than `largest`.
+
+    Raises:
+      ValueError: `largest` is not the tokens of one of them.
+
+    >>> [prefill_programs(*one).sizes for one in (("cpu",), ("tpu",), ("cuda", (7, 5)))]
+    [(16, 64, 128), (16, 64, 256, 1024), (16, 64, 256)]
+    """
     has_kernels = platform == "tpu" or (platform == "cuda" and (capability or LEAST_CAPABILITY) >= LEAST_CAPABILITY)
-    return (*SIZES, LARGE) if has_kernels else SIZES
+    found = OF_CPU if platform == "cpu" else OF_KERNELS if has_kernels else OF_OTHERS
+    if largest is None:
+        return found
+    if largest not in found.sizes:
+        raise out_of_range(
+            "largest_prefill", f"be one of {found.sizes}, the tokens of this device's programs, or None", largest
+        )
+    return found._replace(sizes=tuple(size for size in found.sizes if size <= largest))
 
 
-def cut(num_tokens: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+def cut(num_tokens: int, programs: PrefillPrograms) -> tuple[int, ...]:
     """The sizes of the programs that a prompt passes through, the largest first.
 
-    >>> cut(257, sizes_for("cpu")), cut(300, sizes_for("tpu")), cut(900, sizes_for("tpu"))
+    >>> cut(257, prefill_programs("cpu")), cut(300, prefill_programs("tpu")), cut(900, prefill_programs("tpu"))
     ((128, 128, 16), (256, 64), (1024,))
     """
-    full = max(0, num_tokens - 1) // sizes[-1]  # the prefix cache keeps whole pieces of the largest size
-    return (sizes[-1],) * full + cheapest(num_tokens - full * sizes[-1], sizes)
+    largest = programs.sizes[-1]
+    full = max(0, num_tokens - 1) // largest  # the prefix cache keeps whole pieces of the largest size
+    return (largest,) * full + cheapest(num_tokens - full * largest, programs)
 
 
 @functools.cache
-def cheapest(num_tokens: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+def cheapest(num_tokens: int, programs: PrefillPrograms) -> tuple[int, ...]:
     """The sizes that cost least for at most one piece of the largest size; few of them, if as much."""
     if num_tokens <= 0:
         return ()
-    of_piece = OF_CPU if sizes == CPU_SIZES else OF_LARGE if LARGE in sizes else OF_PIECE
-    ways = [(size, *cheapest(num_tokens - size, sizes)) for size in reversed(sizes)]
-    return min(ways, key=lambda way: (sum(way) + of_piece * len(way), len(way)))
+    ways = [(size, *cheapest(num_tokens - size, programs)) for size in reversed(programs.sizes)]
+    return min(ways, key=lambda way: (sum(way) + programs.of_piece * len(way), len(way)))
 
 
-def chunks(prompt: np.ndarray, sizes: tuple[int, ...]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields the pieces of a prompt, each padded to one of the sizes, as [1, T], and the number of its tokens, as [1]."""
+def chunks(prompt: np.ndarray, programs: PrefillPrograms) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields the pieces of a prompt, each padded to a size of the programs, as [1, T], and the number of its tokens, as [1]."""
     start = 0
-    for size in cut(len(prompt), sizes):
+    for size in cut(len(prompt), programs):
         piece = prompt[start : start + size]
         padded = np.zeros((1, size), np.int32)
         padded[0, : len(piece)] = piece

@@ -54,7 +54,8 @@ from jkv.replay.trace import TraceRecorder
 LOGGER = logging.getLogger("jkv")
 DEFAULT_RUNNING = 8  # rows
 TO_RUNNER = (  # that it takes
-    *("kernels", "poison", "kv_format", "ahead", "max_stop_ids", "prefill_tokens", "first_chunk", "routed_experts"),
+    *("kernels", "poison", "kv_format", "ahead", "max_stop_ids", "routed_experts"),
+    *("largest_prefill", "prefill_tokens", "first_chunk"),
 )
 
 
@@ -124,7 +125,7 @@ class Engine:
         self.runner = Runner(model, self.capacity, self.needs, self.scheduler.running, **given)
         self.runner.is_traced, self.runner.kept_rows = options.return_trace, self.scheduler.kept_rows
         if options.prefix_cache:
-            piece = self.runner.prefill_sizes[-1], page_size, config.num_paged_layers * config.num_kv_heads
+            piece = self.runner.prefill.sizes[-1], page_size, config.num_paged_layers * config.num_kv_heads
             self.scheduler.prefix_cache = self.runner.prefix_cache = cache_for(*piece, self.needs.window)
         self.reset_stats()
 

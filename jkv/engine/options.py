@@ -28,7 +28,7 @@ from pallas_kernels.choice import VARIABLE, parse_choices
 from pallas_kernels.quantised import FORMATS, Format
 from pallas_kernels.sealed import SEALED, SealedFormat, check_page
 
-LIMITED = "max_running", "max_slots", "page_size", "num_pages", "max_stop_ids", "prefill_tokens"  # counts
+LIMITED = "max_running", "max_slots", "page_size", "num_pages", "max_stop_ids", "largest_prefill", "prefill_tokens"  # counts
 GIVEN_ELSEWHERE = {  # settings that are not the engine's: where they are given
     **{name: f" Write sampling=jkv.Sampling({name}=...)." for name in SAMPLING_FIELDS},  # `generate` takes them as they are
     **dict.fromkeys(("stop", "stop_sequences"), " Write stop_strings=[...]."),
@@ -77,8 +77,11 @@ class EngineOptions:
         vectors (SEAL). A request may have any policy that needs no other data. None keeps 8 queries, the default of R-KV and
         SnapKV. `generate` and `Rollout` set it.
       chunk: the most decode steps between two reads of the device by the host: 16, 8, 4, 2 or 1.
+      largest_prefill: the most tokens that one prefill program reads, one of the sizes that the device has: 16, 64 and 128 on a
+        CPU, 16, 64, 256 and 1,024 where kernels run. The prefix cache keeps whole pieces of so many tokens, so fewer find
+        shorter beginnings, and long prompts take more programs. None is the largest.
       prefill_tokens: the most tokens of prompts that are prefilled between two chunks while rows decode, but at least one piece
-        (of 128 tokens on a CPU, or 1,024 where kernels run); None is two pieces. Chunks have at most 8 steps meanwhile. So no
+        of `largest_prefill` tokens; None is two pieces. Chunks have at most 8 steps meanwhile. So no
         row waits for a long prompt. Tokens do not depend on it.
       first_chunk: the most decode steps of a chunk in which a row draws its first token: 16, 8, 4, 2 or 1. Fewer bring that
         token sooner to whoever reads along, and take more reads by the host, and more programs. None is as many as of other
@@ -133,6 +136,7 @@ class EngineOptions:
     num_pages: int | None = None
     policies: Sequence[Policy] | None = None
     chunk: int = CHUNKS[0]
+    largest_prefill: int | None = None
     prefill_tokens: int | None = None
     first_chunk: int | None = None
     ahead: bool | None = None
@@ -199,8 +203,8 @@ class EngineOptions:
         >>> EngineOptions().changed({"max_runing": 8})
         Traceback (most recent call last):
         TypeError: 'max_runing' is no setting of an engine. Did you mean max_running? The settings are: max_running, \
-max_slots, page_size, kv_dtype, kv_memory, num_pages, policies, chunk, prefill_tokens, first_chunk, ahead, order, \
-max_stop_ids, return_trace, routed_experts, mesh, kernels, prefix_cache, copy_kept, speculate, poison.
+max_slots, page_size, kv_dtype, kv_memory, num_pages, policies, chunk, largest_prefill, prefill_tokens, first_chunk, \
+ahead, order, max_stop_ids, return_trace, routed_experts, mesh, kernels, prefix_cache, copy_kept, speculate, poison.
         """
         known = [field.name for field in dataclasses.fields(self)]
         others = [name for name in others if name not in ("self", "settings")]

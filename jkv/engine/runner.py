@@ -127,6 +127,7 @@ class Runner:
       gate: the arrays of the gate that all steps compute, on the device or mesh.
       kv_format: how the pool quantises keys and values; None if it does not.
       ahead: whether a chunk may be dispatched before the last one is read; None is True except on a CPU.
+      largest_prefill: the most tokens of a prefill program; None is the device's largest.
       prefill_tokens: the most tokens of prompts between two chunks; None is two of the largest pieces.
       first_chunk: the most steps of a chunk in which a row draws its first token; None is as many as of others.
       routed_experts: whether programs return the experts that tokens go through.
@@ -162,6 +163,7 @@ class Runner:
         gate: Any = None,
         kv_format: Format | None = None,
         ahead: bool | None = None,
+        largest_prefill: int | None = None,
         prefill_tokens: int | None = None,
         first_chunk: int | None = None,
         routed_experts: bool = False,
@@ -174,8 +176,8 @@ class Runner:
         self.programs: Any = programs_for(programs if mesh is None else meshes.programs_on(mesh), devices, kernels)
         self.version, self.is_traced, self.prefix_cache, self.kept_rows = 0, False, PrefixCache(), KeptRows()
         self.platform = platform_of(next(iter(devices)))
-        self.prefill_sizes = chunk_inputs.sizes_for(self.platform, lowest_capability(devices))
-        self.filling = Filling(running, prefill_tokens or PIECES * self.prefill_sizes[-1], first_chunk)
+        self.prefill = chunk_inputs.prefill_programs(self.platform, lowest_capability(devices), largest_prefill)
+        self.filling = Filling(running, prefill_tokens or PIECES * self.prefill.sizes[-1], first_chunk)
         self.held: list[Any] = []  # pages in use after each prefill since the last chunk was read, on the device
         self.scores: list[tuple[Sample | Prefix, Any]] = []  # of compactions since the last chunk was dispatched: see `Flight`
         self.num_rows = max(capacity.max_running, LEAST_ROWS.get(self.platform, 1))
@@ -209,7 +211,7 @@ class Runner:
         # A longer request widens it to a power of two; then compaction compiles again.
         self._map_width = 1 << (min(config.max_positions, MAP_WIDTH) - 1).bit_length()
         cache = self.state.cache
-        query_shape = 1, self.prefill_sizes[0], config.num_query_heads, config.head_size
+        query_shape = 1, self.prefill.sizes[0], config.num_query_heads, config.head_size
         with choose(kernels):
             query = jax.ShapeDtypeStruct(query_shape, model.params.embedding.dtype)
             self._gathers_prompts = cache.tail is not None or not reads_in_place(cache.pool, query)
@@ -395,7 +397,7 @@ class Runner:
 
     def _append(self, row: int, sample: Sample, tokens: np.ndarray, done: int | None = None) -> Pieces:
         """Prefills tokens into a row, after those that it has: the first `done` of its prompt, or None if it has evicted."""
-        for token, count in chunk_inputs.chunks(tokens, self.prefill_sizes):
+        for token, count in chunk_inputs.chunks(tokens, self.prefill):
             yield int(count[0])
             num_pages = None
             if done is not None and self._gathers_prompts:

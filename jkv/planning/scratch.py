@@ -75,7 +75,7 @@ def scratch_of(
         copies = 4 if platform == "tpu" else 2  # in two layers; XLA for TPU transposes them
         decode += copies * 3 * num_rows * places * config.num_active_experts * config.mlp_width * config.width * itemsize
     key_bytes = config.num_kv_heads * max_slots * config.head_size * itemsize  # of one row in one layer
-    chunk = chunks.SIZES[-1] if is_plain or platform == "cpu" else chunks.LARGE
+    chunk = (chunks.OF_CPU if platform == "cpu" else chunks.OF_OTHERS if is_plain else chunks.OF_KERNELS).sizes[-1]
     own = config.in_windows
     of_window = own.num_kv_heads * (config.window + chunk) * own.head_size * itemsize if config.window_layers else 0
     channels = 0 if config.delta_net is None else config.delta_net.num_channels

@@ -109,7 +109,7 @@ def steps_of(service: Service, policy: Policy, level: str) -> list[Step]:
         steps.append(functools.partial(forget_draws, service))
         steps += [submit(sampling=sampling, **one_chunk(engine, size)) for size in sizes(engine, policy, level)]
     longer = (policy.target(1, 0) or 0) + 1  # than the budget
-    steps += [submit(length, sampling=usual) for length in dict.fromkeys((*engine.runner.prefill_sizes, longer))]
+    steps += [submit(length, sampling=usual) for length in dict.fromkeys((*engine.runner.prefill.sizes, longer))]
     if level == "all":
         steps += [submit(n=2), functools.partial(two_turns, service, asked)]
     return steps

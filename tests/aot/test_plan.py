@@ -79,7 +79,7 @@ def test_planned_bytes_are_the_compilers(target, model, name, num_layers):
     shapes = shapes_of(plan, config, policy, target)
     trace = TRACES[name]
     if (target, name) == ("t4", "prefill"):
-        trace = functools.partial(trace, num_tokens=chunk_inputs.SIZES[-1])
+        trace = functools.partial(trace, num_tokens=chunk_inputs.OF_OTHERS.sizes[-1])
     program = targets.compile_for(target, trace, shapes)
     if "decode" in name:
         assert " sort(" not in program.as_text()

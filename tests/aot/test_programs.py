@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from jkv.checkpoints.model_shapes import find_shape
+from jkv.engine import chunk_inputs
 from jkv.engine.chunk_inputs import LARGE as LARGE_CHUNK
-from jkv.engine.chunk_inputs import SIZES
 from jkv.model.params import ModelConfig
 from jkv.testing import assert_no_pool_copy, find_copies, unfolded
 from tests.aot import targets
@@ -155,7 +155,8 @@ def test_an_old_gpu_runs_every_program_by_plain_xla(target, name):
 def run_by_plain_xla(target, name, dtype):
     program = programs.PROGRAMS[name]
     shapes = shapes_on(target, needs=program.needs, dtype=dtype)
-    trace = functools.partial(program.trace, num_tokens=SIZES[-1]) if name.startswith("prefill") else program.trace
+    of_prompt = {"num_tokens": chunk_inputs.OF_OTHERS.sizes[-1]} if name.startswith("prefill") else {}
+    trace = functools.partial(program.trace, **of_prompt)
     compiled = targets.compile_for(target, trace, shapes)
     assert "triton" not in compiled.as_text()
     assert_no_pool_copy(compiled, shapes.state.cache.pool)

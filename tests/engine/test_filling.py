@@ -25,7 +25,7 @@ FREE = {"stop_ids": (), "sampling": jkv.Sampling(seed=3)}
 @pytest.fixture(scope="module", autouse=True)
 def short_pieces():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk_inputs, "CPU_SIZES", (PIECE,))
+        patch.setattr(chunk_inputs, "OF_CPU", chunk_inputs.PrefillPrograms((PIECE,), 8))
         yield
 
 

@@ -16,8 +16,8 @@ from tests.support.mixes import BreakingTokenizer
 @pytest.mark.parametrize("length", [1, 16, 17, 256, 257, 1024, 1025, 3000])
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda"])
 def test_chunks_hold_every_token_once_in_programs_of_few_sizes(platform, length):
-    prompt, sizes = np.arange(1, length + 1, dtype=np.int32), chunk_inputs.sizes_for(platform)
-    pieces = list(chunk_inputs.chunks(prompt, sizes))
+    prompt, programs = np.arange(1, length + 1, dtype=np.int32), chunk_inputs.prefill_programs(platform)
+    pieces, sizes = list(chunk_inputs.chunks(prompt, programs)), programs.sizes
     assert {token.shape for token, _ in pieces} <= {(1, size) for size in sizes}
     assert np.concatenate([token[0, : count[0]] for token, count in pieces]).tolist() == prompt.tolist()
     assert not any(token[0, count[0] :].any() for token, count in pieces)
@@ -28,24 +28,34 @@ def test_chunks_hold_every_token_once_in_programs_of_few_sizes(platform, length)
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_programs_of_a_prompt_pass_few_tokens_more_than_it_has(platform):
     """257 tokens were 1,024 on a GPU."""
-    sizes, lengths = chunk_inputs.sizes_for(platform), range(1, 4097)
-    assert np.mean([sum(chunk_inputs.cut(length, sizes)) / length for length in lengths]) < 1.2
-    assert platform == "cuda" or np.mean([sum(chunk_inputs.cut(length, sizes)) / length for length in range(17, 257)]) < 1.2
-    assert max(sum(chunk_inputs.cut(length, sizes)) / length for length in lengths[128:]) < 2
-    full = 100_000 // sizes[-1]
-    assert chunk_inputs.cut(100_000, sizes)[:full] == (sizes[-1],) * full
+    programs, lengths = chunk_inputs.prefill_programs(platform), range(1, 4097)
+    passed = [sum(chunk_inputs.cut(length, programs)) / length for length in lengths]
+    assert np.mean(passed) < 1.2
+    assert platform == "cuda" or np.mean(passed[16:256]) < 1.2
+    assert max(passed[128:]) < 2
+    largest = programs.sizes[-1]
+    full = 100_000 // largest
+    assert chunk_inputs.cut(100_000, programs)[:full] == (largest,) * full
 
 
 def test_gpus_without_kernels_take_short_chunks():
-    assert chunk_inputs.sizes_for("cuda", (7, 5))[-1] == 256
-    assert chunk_inputs.sizes_for("cuda", (9, 0))[-1] == chunk_inputs.LARGE
+    assert chunk_inputs.prefill_programs("cuda", (7, 5)).sizes[-1] == 256
+    assert chunk_inputs.prefill_programs("cuda", (9, 0)).sizes[-1] == chunk_inputs.LARGE
+
+
+def test_the_largest_program_may_be_a_smaller_one():
+    programs = chunk_inputs.prefill_programs("tpu", largest=64)
+    assert programs == ((16, 64), 170)
+    assert chunk_inputs.cut(200, programs) == (64, 64, 64, 16)
+    with pytest.raises(ValueError, match=r"largest_prefill must be one of \(16, 64, 128\).* got 100"):
+        jkv.Engine(tiny_model(), largest_prefill=100)
 
 
 def test_prompts_in_longer_chunks_give_the_same_text(monkeypatch):
     prompt = np.random.default_rng(0).integers(4, 30, 700).tolist()
     settings = {"policy": jkv.r_kv(64, 16), "max_new_tokens": 24, "stop_ids": ()}
     expected = jkv.generate(tiny_model(), prompt, **settings)
-    monkeypatch.setattr("jkv.engine.chunk_inputs.sizes_for", lambda *_: (16, 64, 256, 1024))
+    monkeypatch.setattr("jkv.engine.chunk_inputs.prefill_programs", lambda *_: chunk_inputs.OF_KERNELS)
     got = jkv.generate(tiny_model(), prompt, **settings)
     np.testing.assert_array_equal(got.tokens, expected.tokens)
     np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=2e-5)

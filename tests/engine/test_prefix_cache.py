@@ -25,7 +25,7 @@ R_KV = jkv.r_kv(budget=32, interval=8, window=4, protect_prompt=False)
 
 @pytest.fixture(autouse=True)
 def short_programs(monkeypatch):
-    monkeypatch.setattr(chunk_inputs, "CPU_SIZES", SIZES)
+    monkeypatch.setattr(chunk_inputs, "OF_CPU", chunk_inputs.PrefillPrograms(SIZES, 8))
 
 
 # The index by itself.
@@ -129,7 +129,7 @@ def cached(outs):
 def pair(request, model):
     """Two engines, without and with the cache."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk_inputs, "CPU_SIZES", SIZES)
+        patch.setattr(chunk_inputs, "OF_CPU", chunk_inputs.PrefillPrograms(SIZES, 8))
         model = dataclasses.replace(model, tokenizer=BreakingTokenizer())
         settings = {**KNOBS, "policies": ALL, "kv_dtype": request.param, "return_trace": True}
         return [jkv.Engine(model, **settings, prefix_cache=on) for on in (False, True)]
@@ -168,7 +168,7 @@ def test_pages_of_int4_are_reused_bit_for_bit(policy):
 def engines(model):
     """Rows -> an engine with the cache, whose pool holds far less than full rows. One runs ahead."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk_inputs, "CPU_SIZES", (4, 8))
+        patch.setattr(chunk_inputs, "OF_CPU", chunk_inputs.PrefillPrograms((4, 8), 8))
         pages = {3: 64, 8: 80}
         made = {
             rows: make_engine(model, rows, pages[rows], return_trace=True, ahead=rows > 3, prefix_cache=True) for rows in pages

@@ -11,6 +11,7 @@ import pytest
 
 import jkv
 from jkv.cache import sealed_pages
+from jkv.engine.chunk_inputs import PrefillPrograms
 from jkv.engine.memory import window_bytes
 from jkv.testing import TINY, TinyTokenizer, find_copies, tiny_model
 from pallas_kernels import sealed
@@ -116,7 +117,7 @@ def test_tokens_do_not_depend_on_chunks_pieces_or_neighbours(monkeypatch):
     np.testing.assert_array_equal(other.tokens, out.tokens)
     np.testing.assert_allclose(other.logprobs, out.logprobs, atol=1e-5)
     np.testing.assert_array_equal(run(prompts=PROMPTS[1:2], n=2).tokens, out.tokens[2:4])
-    monkeypatch.setattr("jkv.engine.chunk_inputs.CPU_SIZES", (16, 64))
+    monkeypatch.setattr("jkv.engine.chunk_inputs.OF_CPU", PrefillPrograms((16, 64), 8))
     in_pieces = run(n=2)
     np.testing.assert_array_equal(in_pieces.tokens, out.tokens)
     apart = np.abs(in_pieces.logprobs - out.logprobs)  # a number at the border of two codes may get the other one

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import jkv
+from jkv.engine.chunk_inputs import PrefillPrograms
 from jkv.engine.memory import state_bytes
 from jkv.engine.state import empty_state
 from jkv.eviction import Needs
@@ -62,7 +63,7 @@ def test_each_weight_of_a_recurrence_counts(out, field):
 def test_a_long_prompt_enters_in_pieces(monkeypatch):
     prompt = np.random.default_rng(0).integers(4, 30, 170).tolist()
     out = run(prompts=[prompt], return_trace=True)
-    monkeypatch.setattr("jkv.engine.chunk_inputs.CPU_SIZES", (16, 64))
+    monkeypatch.setattr("jkv.engine.chunk_inputs.OF_CPU", PrefillPrograms((16, 64), 8))
     in_pieces = run(prompts=[prompt])
     np.testing.assert_array_equal(in_pieces.tokens, out.tokens)
     np.testing.assert_allclose(in_pieces.logprobs, out.logprobs, atol=1e-5)
@@ -71,7 +72,7 @@ def test_a_long_prompt_enters_in_pieces(monkeypatch):
 
 def test_a_prompt_that_enters_beside_decoding_rows_changes_no_state(monkeypatch):
     """Its pieces are prefilled between the chunks of the others, whose steps must leave its state alone."""
-    monkeypatch.setattr("jkv.engine.chunk_inputs.CPU_SIZES", (16,))
+    monkeypatch.setattr("jkv.engine.chunk_inputs.OF_CPU", PrefillPrograms((16,), 8))
     prompts = [PROMPTS[0], np.random.default_rng(0).integers(4, 30, 170).tolist()]
 
     def outcome(at_once):

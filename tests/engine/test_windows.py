@@ -12,6 +12,7 @@ import pytest
 
 import jkv
 from jkv.cache import windows
+from jkv.engine.chunk_inputs import PrefillPrograms
 from jkv.engine.memory import window_bytes
 from jkv.engine.state import empty_state
 from jkv.eviction import Needs
@@ -56,7 +57,7 @@ def test_a_long_prompt_enters_in_pieces(window, monkeypatch):
     model = tiny_model(2, dataclasses.replace(CONFIG, window=window), TinyTokenizer())
     prompt = np.random.default_rng(0).integers(4, 30, 170).tolist()
     out = run(prompts=[prompt], model=model, return_trace=True)
-    monkeypatch.setattr("jkv.engine.chunk_inputs.CPU_SIZES", (16, 64))
+    monkeypatch.setattr("jkv.engine.chunk_inputs.OF_CPU", PrefillPrograms((16, 64), 8))
     in_pieces = run(prompts=[prompt], model=model)
     np.testing.assert_array_equal(in_pieces.tokens, out.tokens)
     np.testing.assert_allclose(in_pieces.logprobs, out.logprobs, atol=1e-5)

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 import jkv
 from jkv.checkpoints import loading as checkpoint
 from jkv.checkpoints.model_shapes import find_shape
+from jkv.engine.chunk_inputs import PrefillPrograms
 from jkv.engine.memory import window_bytes
 from jkv.model import decoder
 from jkv.model.experts import route
@@ -186,7 +187,7 @@ def test_a_computation_that_does_not_know_them_is_refused():
 def test_a_long_prompt_enters_in_pieces(model, monkeypatch):
     prompt = np.random.default_rng(0).integers(4, 30, 90).tolist()
     out = run(model, prompts=[prompt])
-    monkeypatch.setattr("jkv.engine.chunk_inputs.CPU_SIZES", (16, 64))
+    monkeypatch.setattr("jkv.engine.chunk_inputs.OF_CPU", PrefillPrograms((16, 64), 8))
     in_pieces = run(model, prompts=[prompt])
     np.testing.assert_array_equal(in_pieces.tokens, out.tokens)
     np.testing.assert_allclose(jkv.score(model, out).logprobs, out.logprobs, atol=1e-4)

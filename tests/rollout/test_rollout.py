@@ -523,7 +523,7 @@ def test_long_prompts_enter_in_pieces_and_replay(model):
 
 
 def test_only_prompts_of_one_salt_share_the_prefix_cache(model, monkeypatch):
-    monkeypatch.setattr(chunk_inputs, "CPU_SIZES", (8,))  # tokens of the pieces that the cache keeps
+    monkeypatch.setattr(chunk_inputs, "OF_CPU", chunk_inputs.PrefillPrograms((8,), 8))  # of the pieces that are kept
     rollout = make_rollout(model, prefix_cache=True)
     prompt = [(np.arange(30) * 7 % 31).tolist()]
     cached = [rollout(prompt, n=1, cache_salt=salt, seed=1).stats.cached_tokens for salt in ("", "a", "a", "")]
