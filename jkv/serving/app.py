@@ -10,7 +10,6 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -18,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from jkv.checks import DISTRIBUTION, MOST_SHOWN, need_tokenizer, shown
@@ -35,6 +34,7 @@ from jkv.serving.jobs import Encoder, Job, fitted, gathered, make_job, make_turn
 from jkv.serving.metrics import Metrics, until_first
 from jkv.serving.options import ServerOptions
 from jkv.serving.other_names import renamed
+from jkv.serving.page import page
 from jkv.serving.requests import (
     KNOWN,
     ChatFields,
@@ -56,7 +56,6 @@ RETRY_SECONDS = 1  # after which a client that was refused may try again
 MOST_NAMES = 32  # of ignored fields in a header
 EXPOSED = ("x-request-id", "x-jkv-ignored", "x-jkv-prompt-piece", "retry-after")  # headers that other sites' pages may read
 LONGEST_ID = 128  # characters of a request's id
-PAGE = Path(__file__).with_name("page.html")
 ABSENT = {  # endpoints of OpenAI that clients may expect, and why they are not here
     "/v1/embeddings": "this server completes texts, and makes no embeddings",
 }
@@ -385,11 +384,6 @@ class Server:
         """`/metrics`."""
         return Response(self.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def page(self, request: Request) -> Response:
-        """`/`: a page to chat on, or to complete texts on where the model has no chat template."""
-        is_chat = bool(getattr(self.model.tokenizer, "chat_template", None))
-        return HTMLResponse(PAGE.read_text(encoding="utf-8").replace("IS_CHAT", str(is_chat).lower()))
-
     def guarded(self, endpoint: Endpoint, is_open: bool = False, is_trainer: bool = False) -> Endpoint:
         """An endpoint that answers with an error in OpenAI's shape, and asks for a key, or the trainer's, unless it is open."""
 
@@ -444,7 +438,8 @@ def make_app(service: Service, options: ServerOptions | None = None) -> Starlett
         Route("/version", server.guarded(server.version, is_open=True)),
         Route("/load", server.guarded(server.load, is_open=True)),
         Route("/metrics", server.guarded(server.show_metrics, is_open=True)),
-        Route("/", server.guarded(server.page, is_open=True)),
+        Route("/", server.guarded(page, is_open=True)),
+        Route("/static/{name:path}", server.guarded(page, is_open=True)),
     ]
 
     @contextlib.asynccontextmanager
