@@ -72,7 +72,6 @@ class About:
         of_token = num_layer_heads(engine.model.params) * engine.page_bytes / engine.capacity.page_size
         return {"kv_pool_bytes": engine.num_pages * engine.page_bytes, "kv_bytes_per_token": of_token}
 
-    @property
     def card(self) -> dict[str, Any]:
         """What clients see of the model."""
         options, template = self.server.options, getattr(self.server.encoder.model.tokenizer, "chat_template", None)
@@ -84,12 +83,12 @@ class About:
 
     async def models(self, request: Request) -> Response:
         """`/v1/models`: the one that is served."""
-        return JSONResponse({"object": "list", "data": [self.card]})
+        return JSONResponse({"object": "list", "data": [await asyncio.to_thread(self.card)]})
 
     async def one_model(self, request: Request) -> Response:
         """`/v1/models/{name}`: the same, by its name."""
         self.server.check_model(request.path_params["name"])
-        return JSONResponse(self.card)
+        return JSONResponse(await asyncio.to_thread(self.card))
 
     async def tokenize(self, request: Request) -> Response:
         """`/tokenize`: the token ids of `prompt`, or of `messages`, of any length."""

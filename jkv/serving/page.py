@@ -1,7 +1,7 @@
 """The page at `/`, and the files that it is made of.
 
-What a model writes is not trusted: by the Content-Security-Policy of these files, a browser runs the scripts among them alone, and
-loads nothing from another host.
+What a model writes is not trusted: by the Content-Security-Policy of these files, a browser runs the scripts among them alone,
+and loads nothing from another host.
 """
 
 import functools

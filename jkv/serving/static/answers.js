@@ -23,7 +23,7 @@ export function messagesOf(turns, kind, system) {
 /** The text of a completion as reasoning and content; a model without a chat template writes its own marks. */
 export function parted(text) {
   const found = /^\s*<think>([^]*?)(?:<\/think>([^]*))?$/.exec(text);
-  return found ? { reasoning: found[1], content: found[2] ?? "" } : { reasoning: "", content: text };
+  return found ? { reasoning: found[1].trimStart(), content: (found[2] ?? "").trimStart() } : { reasoning: "", content: text };
 }
 
 async function* chunks(response) {

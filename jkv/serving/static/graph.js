@@ -38,7 +38,7 @@ export function draw(figure, lines, bytesPerToken) {
     parts.push(node("line", { x1: LEFT, x2: right, y1: y(value), y2: y(value) }));
     parts.push(node("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, number(value)));
   }
-  for (const value of ticks(mostNew, Math.max(2, Math.floor(width / 110)))) {
+  for (const value of ticks(mostNew, Math.max(2, Math.floor(width / 90)))) {
     parts.push(node("line", { x1: x(value), x2: x(value), y1: low, y2: low + 4 }));
     parts.push(node("text", { x: x(value), y: low + 17, "text-anchor": "middle" }, number(value)));
   }

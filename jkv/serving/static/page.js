@@ -161,7 +161,7 @@ function figuresOf(answer) {
   const bytes = card && state === "running" ? megabytes(held * card.kv_bytes_per_token) : peak ? `at most ${megabytes(peak)}` : "";
   return [
     count(tokens, "token"),
-    speed ? `${speed.toFixed(1)} tokens/s` : "",
+    speed ? `${speed.toFixed(speed < 100 ? 1 : 0)} tokens/s` : "",
     `holds ${held.toLocaleString("en")} of ${count(prompt + tokens, "token")}`,
     bytes,
     state === "stopped" ? "stopped" : "",
