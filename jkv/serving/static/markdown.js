@@ -7,7 +7,7 @@ const escaped = text => text.replace(/[&<>"']/g, sign => `&#${sign.charCodeAt(0)
 const mark = ({ tex, isDisplay }) => `<code class="math${isDisplay ? " display" : ""}">${escaped(tex)}</code>`;
 
 const DISPLAY = /^(?:\$\$([^]+?)\$\$|\\\[([^]+?)\\\]|(\\begin\{(\w+\*?)\}[^]+?\\end\{\4\}))/;
-const INLINE = /^(?:\\\(([^]+?)\\\)|\$(?![\s$])((?:\\[^]|[^$\\\n])+?)(?<!\s)\$(?!\d))/;  // "$5 or $6" has no formula
+const INLINE = /^(?:\\\(([^]+?)\\\)|\$(?![\s$])((?:\\[^]|[^$`\\\n])+?)(?<!\s)\$(?!\d))/;  // "$5 or $6" has no formula
 
 function formula(source, isBlock) {
   const display = DISPLAY.exec(source), found = display ?? (isBlock ? null : INLINE.exec(source));
