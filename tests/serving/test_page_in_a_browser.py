@@ -10,11 +10,11 @@ import pytest
 import jkv
 from tests.serving.conftest import Running
 
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 playwright = pytest.importorskip("playwright.sync_api")
 pytest.importorskip("starlette")
 from jkv.serving.page import files
 
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs a browser, chromium or google-chrome")
 
 PROMPT = "b=3;c=7;d=b*c;e=d+b;f=e*c;?f"
