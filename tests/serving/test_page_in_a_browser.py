@@ -10,10 +10,10 @@ import pytest
 import jkv
 from tests.serving.conftest import Running
 
-playwright = pytest.importorskip("playwright.sync_api")
 pytest.importorskip("starlette")
 from jkv.serving.page import files
 
+playwright = pytest.importorskip("playwright.sync_api")
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs a browser, chromium or google-chrome")
 
