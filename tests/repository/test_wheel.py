@@ -23,6 +23,8 @@ def test_a_wheel_holds_the_model_and_works_from_outside_the_tree(tmp_path):
         archive.extractall(tmp_path / "site")
     assert "jkv/assets/tiny-reasoner/model.safetensors" in names
     assert {
+        "jkv/serving/static/page.html",
+        "jkv/serving/static/vendor/katex-0.19.1.js",
         "jkv/viz/kept.js",
         "jkv/viz/kept_counts.js",
         "pallas_kernels/paged_attention/native.cc",
