@@ -69,6 +69,7 @@ class Request:
       bad_words: sequences of tokens that its completion may not hold.
       form: what its answer must be.
       form_start: how its completion begins: `jkv.forms.tables.ANSWERS`, or `MAY_THINK`, or `THINKS`.
+      form_on_host: whether the host follows its form, so that chunks have one step while it runs.
     """
 
     prompt: np.ndarray
@@ -95,6 +96,7 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()
     form: Form | None = None
     form_start: int = 0
+    form_on_host: bool = False
 
     @property
     def has_biases(self) -> bool:
@@ -290,7 +292,7 @@ def make_requests(
     ends = config.end_ids if options.stop_ids is None else check_stop_ids(options.stop_ids, config.vocab_size)
     check_stop_strings(model, options.stop_strings)
     biases = biases_of(options, ends, config.vocab_size)
-    check_form(model, options, ends, MOST_ENDS)
+    form_on_host = check_form(model, options, ends, MOST_ENDS)
     seen: collections.Counter[int] = collections.Counter()
     requests = []
     for i, (prompt, policy) in enumerate(zip(prompts, policies, strict=True)):
@@ -310,6 +312,7 @@ def make_requests(
         named: Any = {"cache_salt": options.cache_salt, "first": piece if piece < len(prompt) else 0}
         named |= {"model_logprobs": options.model_logprobs, "top_logprobs": options.top_logprobs} | biases
         named |= {"form": options.form, "form_start": 0 if options.form is None else start_of(model, prompt)}
+        named |= {"form_on_host": form_on_host}
         if options.min_tokens > limit:
             rule = "{field} must be at most {max_new_tokens}, {limit} here; got {got}."
             raise InputError(rule, field="min_tokens", code="conflict", limit=limit, got=options.min_tokens)

@@ -167,7 +167,7 @@ def pack(sample: Sample, row: SwappedRow) -> bytes:
     one.row = dataclasses.replace(sample.row, place=Place.HOST, swapped=row)
     one.request = dataclasses.replace(sample.request, policy=full())
     one.reads_prefix, one.num_shared_pieces, one.pieces, one.prefix = False, 0, (), Prefix(None)
-    one.on_tokens, one.stops, one.text, one.emitted = None, None, None, None
+    one.on_tokens, one.stops, one.text, one.emitted, one.walk = None, None, None, None, None
     one.submitted = sample.seconds  # since then: clocks of two processes differ
     return pickle.dumps(one)
 

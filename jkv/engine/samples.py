@@ -17,6 +17,7 @@ from jkv.errors import refused
 from jkv.eviction import AfterPrompt, Policy
 from jkv.eviction.policy import compacted
 from jkv.eviction.schedules import ask
+from jkv.forms.host_walks import HostWalk
 from jkv.forms.tables import Walk
 from jkv.model.experts import RouteRecorder
 from jkv.reasoning.marks import completion_decoder
@@ -173,7 +174,7 @@ class Sample:
     generated: int = 0
     thinking: Thinking = dataclasses.field(default_factory=Thinking)  # progress that sets the strength of steering
     sharing: Sharing | None = None  # of a row whose policy shares pages
-    walk: Walk | None = None  # through the table of its form, for the parts of a step
+    walk: Walk | HostWalk | None = None  # through its form, for the parts of a step
     text: TextStream | None = None
     num_emitted: int = 0  # characters of the text that events have had
     num_emitted_tokens: int = 0
@@ -321,7 +322,7 @@ class Sample:
         """Whether its counters after a chunk are known before its tokens are, unless it ends."""
         policy = self.request.policy
         reads_text = policy.share or policy.steer or policy.sentences or self.request.until is not None
-        return policy.is_planned and not reads_text
+        return policy.is_planned and not reads_text and not self.request.form_on_host
 
     def plan(self, num_steps: int) -> None:
         """Counts a chunk that is dispatched, as if no token ended the sample before its limit."""

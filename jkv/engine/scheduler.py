@@ -16,7 +16,7 @@ A step costs the same however many samples wait: it looks at the first of them, 
 have started (`started`, `parked`), never at the whole queue.
 
 A chunk ends no later than the next step after which one of its rows may be compacted, and rows are admitted only between
-chunks. So a row's compactions never depend on the other rows.
+chunks. So a row's compactions never depend on the other rows. It has one step while the host follows a row's form.
 """
 
 import dataclasses
@@ -382,6 +382,8 @@ class Scheduler:
         if not self.running:
             return 0
         samples = self.running.values()  # their new tokens are prefilled before the chunk
+        if any(sample.request.form_on_host for sample in samples):
+            return 1  # the next token must be read before the mask of the one after it is made
         due = (sample.request.policy.steps_until_due(sample.clock + sample.pending) for sample in samples)
         limit = min((steps for steps in due if steps), default=self.capacity.chunk)
         return next(steps for steps in CHUNKS if steps <= min(limit, self.capacity.chunk))

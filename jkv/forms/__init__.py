@@ -1,8 +1,8 @@
-"""Forms that an answer must have, such as a JSON schema, as finite automata over the tokens of a vocabulary.
+"""Forms that an answer must have, such as a JSON schema, as finite automata over the tokens of a vocabulary, or as grammars.
 
-`jkv.forms.json(...)`, `jkv.forms.regex(...)` and `jkv.forms.choice(...)` make a `Form`, the argument `form` of a request.
+`jkv.forms.json(...)`, `regex(...)`, `choice(...)` and `grammar(...)` make a `Form`, the argument `form` of a request.
 """
 
-from jkv.forms.form import Form, choice, json, regex
+from jkv.forms.form import Form, choice, grammar, json, regex
 
-__all__ = ["Form", "choice", "json", "regex"]
+__all__ = ["Form", "choice", "grammar", "json", "regex"]

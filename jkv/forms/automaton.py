@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jkv.errors import refused
+from jkv.errors import InputError
 from jkv.forms.expressions import Chain, Either, Expression, Machine, One, Repeat
 
 MOST_STATES = 16_000  # of an automaton
@@ -43,12 +43,14 @@ class Automaton:
         return state != DEAD and bool(self.is_accepting[state])
 
 
-def too_large(what: str, got: int, most: int) -> ValueError:
+class NoAutomaton(InputError):
+    """A form is refused because no finite automaton, or none that is small enough, has its texts."""
+
+
+def too_large(what: str, got: int, most: int) -> NoAutomaton:
     """The error about a form that has too much of something."""
-    rule = (
-        f"form must have at most {most:,} {what}; got {got:,} or more. Make it smaller: lower its longest lengths and counts."
-    )
-    return refused(rule, form="too_long")
+    rule = "{field} must have at most {most:,} {what}; got {got:,} or more. Make it smaller: lower its longest lengths and counts."
+    return NoAutomaton(rule, field="form", code="too_long", what=what, got=got, most=most)
 
 
 class Parts:

@@ -14,7 +14,7 @@ import numpy as np
 from jkv.checks import shown
 from jkv.errors import InputError
 from jkv.forms.automaton import DEAD, Automaton, alive, automaton_of, reached, too_large
-from jkv.forms.expressions import Chain, Either, Repeat
+from jkv.forms.expressions import Chain, Either, Expression, Repeat
 from jkv.forms.form import Form
 from jkv.forms.vocabulary import NEWLINE, Vocabulary, vocabulary_of
 
@@ -59,16 +59,20 @@ def table_of(form: Form, tokenizer: Any, vocab_size: int) -> Table:
       ValueError: the tokens cannot write the form, or the table is too large.
     """
     vocabulary = vocabulary_of(tokenizer, vocab_size)
-    answer = form.expression_in(vocabulary)
-    begin, ends = vocabulary.think
-    thinks = Chain((vocabulary.up_to(*ends), Repeat(NEWLINE, 0, 2), answer))
-    may_think = Either((answer, Chain((vocabulary.expression(begin), thinks)))) if vocabulary.is_mark(begin) else answer
-    expressions = answer, thinks if vocabulary.always_thinks else may_think, thinks
+    expressions = with_thinking(form.expression_in(vocabulary), vocabulary)
     table = over_tokens(automaton_of(*expressions, num_symbols=vocabulary.num_symbols), vocabulary)
     if DEAD in table.starts:
         rule = "{field} must be one that the model's tokens can write; got {got}, for which some are missing."
         raise InputError(rule, field="form", code="unsupported", got=shown(form.value or form.kind))
     return table
+
+
+def with_thinking(answer: Expression, vocabulary: Vocabulary) -> tuple[Expression, Expression, Expression]:
+    """The texts of completions whose answer is of an expression: that answer, that may think first, and that think."""
+    begin, ends = vocabulary.think
+    thinks = Chain((vocabulary.up_to(*ends), Repeat(NEWLINE, 0, 2), answer))
+    may_think = Either((answer, Chain((vocabulary.expression(begin), thinks)))) if vocabulary.is_mark(begin) else answer
+    return answer, thinks if vocabulary.always_thinks else may_think, thinks
 
 
 def over_tokens(automaton: Automaton, vocabulary: Vocabulary) -> Table:

@@ -15,7 +15,9 @@ from jkv.engine.parts.base import Carried, Draw, Rows, Step, StepPart
 from jkv.engine.requests import MOST_ENDS
 from jkv.engine.samples import Sample
 from jkv.forms.automaton import DEAD
-from jkv.forms.tables import END, Walk, table_of
+from jkv.forms import host_walks
+from jkv.forms.host_walks import HostWalk
+from jkv.forms.tables import END, Walk
 from jkv.pytrees import static
 
 NONE = -1  # in place of where a table begins
@@ -32,14 +34,14 @@ class Forms(StepPart):
 
     @classmethod
     def is_on(cls, rows: Rows) -> bool:
-        return any(request.form is not None for request in rows.requests)
+        return any(request.form is not None and not request.form_on_host for request in rows.requests)
 
     @classmethod
     def of(cls, rows: Rows) -> "Forms":
         size, count = rows.model.config.vocab_size, rows.num_rows
         start, num_classes = np.full(count, NONE, np.int32), np.zeros(count, np.int32)
         ends = np.full((count, MOST_ENDS), size, np.int32)
-        tables = {i: walk_of(rows, sample).table for i, sample in with_forms(rows).items()}
+        tables = {i: walk.table for i, walk in walks_of(rows).items()}
         assert rows.forms is not None
         array, places = rows.forms.place(list(tables.values()))
         for i, table in tables.items():
@@ -51,8 +53,8 @@ class Forms(StepPart):
     @classmethod
     def carried(cls, rows: Rows) -> dict[str, Any]:
         state = np.zeros(rows.num_rows, np.int32)
-        for i, sample in with_forms(rows).items():
-            state[i] = walk_of(rows, sample).after(sample.completion.tokens)
+        for i, walk in walks_of(rows).items():
+            state[i] = walk.after(rows.running[i].completion.tokens)
         return {"form_state": state}
 
     def begin(self, carried: Carried) -> Any:
@@ -88,16 +90,16 @@ class FormRows(NamedTuple):
     class_of: Int[Array, "B V"]
 
 
-def with_forms(rows: Rows) -> dict[int, Sample]:
-    """The samples whose answers must have a form, by row."""
-    return {i: sample for i, sample in rows.running.items() if sample.request.form is not None}
+def walks_of(rows: Rows) -> dict[int, Walk]:
+    """The walks of the samples whose form has a table, by row."""
+    found = {i: walk_of(rows, sample) for i, sample in rows.running.items() if sample.request.form is not None}
+    return {i: walk for i, walk in found.items() if isinstance(walk, Walk)}
 
 
-def walk_of(rows: Rows, sample: Sample) -> Walk:
-    """A sample's walk through the table of its form, which was made when the request was checked."""
+def walk_of(rows: Rows, sample: Sample) -> Walk | HostWalk:
+    """A sample's walk through its form, whose table or rules were made when the request was checked."""
     if sample.walk is None:
-        request = sample.request
+        request, model = sample.request, rows.model
         assert request.form is not None
-        table = table_of(request.form, rows.model.tokenizer, rows.model.config.vocab_size)
-        sample.walk = Walk(table, request.form_start)
+        sample.walk = host_walks.walk_of(request.form, model.tokenizer, model.config.vocab_size, request.form_start)
     return sample.walk

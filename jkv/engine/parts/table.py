@@ -12,6 +12,7 @@ from jkv.engine.parts.drafting import Drafting
 from jkv.engine.parts.forced_tokens import ForcedTokens
 from jkv.engine.parts.forms import Forms
 from jkv.engine.parts.gating import Gating
+from jkv.engine.parts.host_forms import HostForms
 from jkv.engine.parts.penalties import Penalties
 from jkv.engine.parts.returned import Experts, HiddenStates, OwnLogProbs, TopLogProbs
 from jkv.engine.parts.steering import Steering
@@ -24,6 +25,7 @@ class Parts(NamedTuple):
     biases: Biases | None = None
     bad_words: BadWords | None = None
     form: Forms | None = None
+    host_form: HostForms | None = None
     penalties: Penalties | None = None
     align: Alignment | None = None
     steer: Steering | None = None
