@@ -14,7 +14,7 @@ import numpy as np
 
 from jkv.checks import install
 from jkv.errors import InputError
-from jkv.forms.json_schema import MOST_DEPTH
+from jkv.forms.json_schema import ANNOTATIONS, MOST_DEPTH
 
 LONGEST_MESSAGE = 400  # characters of llguidance's own message
 AFTER_MESSAGE = re.compile(r"<state>|<backtrace>|\n +\d+ \| ")  # what it repeats of the grammar, and its own insides
@@ -147,7 +147,7 @@ def lark_of(text: str) -> str:
 def closed(schema: Any) -> Any:
     """A schema read as automata read it: its objects with `properties` have no other members, unless it asks for them.
 
-    Schemas with `allOf` keep theirs, because each of its parts would exclude the members of the others.
+    Keywords that no value breaks are left out, because llguidance knows no others beside a reference. Schemas with `allOf` keep theirs, because each of its parts would exclude the members of the others.
     """
     found = schema if '"allOf":' in json.dumps(schema) else closed_within(schema, 0)
     return {**found, "x-guidance": JSON_RULES}
@@ -160,7 +160,7 @@ def closed_within(schema: Any, depth: int) -> Any:
     if depth > MOST_DEPTH:
         rule = "{field} must be nested less deep; got more than {most} levels. Flatten it."
         raise InputError(rule, field="form", code="unsupported", most=MOST_DEPTH)
-    found = dict(schema)
+    found = {name: value for name, value in schema.items() if name not in ANNOTATIONS or name in MAPS}
     for name in found.keys() & {*INSIDE}:
         found[name] = closed_within(found[name], depth + 1)
     for name in LISTS:
@@ -169,7 +169,7 @@ def closed_within(schema: Any, depth: int) -> Any:
     for name in MAPS:
         if isinstance(found.get(name), Mapping):
             found[name] = {key: closed_within(each, depth + 1) for key, each in found[name].items()}
-    if "discriminator" in found and "oneOf" in found:  # whose schemas exclude each other by a member's value
+    if "discriminator" in schema and "oneOf" in found:  # whose schemas exclude each other by a member's value
         found["anyOf"] = found.pop("oneOf")
     if "properties" in found:
         found.setdefault("additionalProperties", False)

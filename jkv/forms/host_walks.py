@@ -13,7 +13,7 @@ import numpy as np
 from jkv.errors import InputError
 from jkv.forms.automaton import BYTES, DEAD, automaton_of
 from jkv.forms.expressions import EMPTY
-from jkv.forms.form import Form, by_automaton_or_grammar
+from jkv.forms.form import Form, acceptor_of, by_automaton_or_grammar
 from jkv.forms.grammars import Grammar, grammar_of, tokens_for_parsers
 from jkv.forms.tables import END, Table, Walk, over_tokens, table_of, with_thinking
 from jkv.forms.vocabulary import Vocabulary, vocabulary_of
@@ -90,9 +90,13 @@ def walker_of(form: Form, tokenizer: Any, vocab_size: int) -> Table | HostRules:
     Raises:
       ValueError: the tokens cannot write the form; or it needs llguidance, which is missing.
     """
-    return by_automaton_or_grammar(
-        form, lambda: table_of(form, tokenizer, vocab_size), lambda: host_rules(form, vocabulary_of(tokenizer, vocab_size))
-    )
+
+    def by_grammar() -> HostRules:
+        return host_rules(form, vocabulary_of(tokenizer, vocab_size))
+
+    if isinstance(acceptor_of(form), Grammar):  # what has no automaton over bytes has no table, which takes seconds to see
+        return by_grammar()
+    return by_automaton_or_grammar(form, lambda: table_of(form, tokenizer, vocab_size), by_grammar)
 
 
 def host_rules(form: Form, vocabulary: Vocabulary) -> HostRules:

@@ -11,9 +11,9 @@ from jkv.forms import Form
 from jkv.forms.calls import value_of_calls
 from jkv.reasoning.tool_calls import CallForm
 
-FIELDS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice")
+FIELDS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 TYPES = ("text", "json_object", "json_schema")  # of response_format
-KINDS = ("json", "regex", "choice", "json_object")  # of structured_outputs
+KINDS = ("json", "regex", "choice", "grammar", "json_object")  # of structured_outputs
 HARMLESS = ("disable_any_whitespace", "disable_fallback", "disable_additional_properties")  # what is so here anyway
 
 
@@ -54,6 +54,8 @@ def form_of(name: str, value: Any) -> Form:
             return forms.json(schema_of(value))
         case "guided_regex":
             return forms.regex(value)
+        case "guided_grammar":
+            return forms.grammar(value)
     return forms.choice(value)
 
 
@@ -75,7 +77,7 @@ def of_structured_outputs(value: Mapping[str, Any]) -> Form:
     """The form of vLLM's `structured_outputs`."""
     given = {name: each for name, each in value.items() if each is not None and each is not False and name not in HARMLESS}
     if len(given) != 1 or not given.keys() <= set(KINDS):
-        rule = "{field} must have one of {known}; got {got}. Leave out others: grammars are no finite automata."
+        rule = "{field} must have one of {known}; got {got}. Leave out others."
         raise InputError(rule, field="form", code="unsupported", known=", ".join(KINDS), got=shown(", ".join(given)))
     ((name, each),) = given.items()
     if name == "json_object":

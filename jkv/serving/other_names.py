@@ -12,6 +12,7 @@ SAME = {  # name for name: those of llama.cpp, Ollama, SGLang and text-generatio
     "n_predict": "max_tokens",
     "num_predict": "max_tokens",
     "regex": "guided_regex",
+    "grammar": "guided_grammar",
     "repeat_penalty": "repetition_penalty",
 }
 THINKING = ("enable_thinking", "think", "thinking", "reasoning")  # of vLLM and Qwen, Ollama, Anthropic and GLM, OpenRouter

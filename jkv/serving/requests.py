@@ -27,7 +27,7 @@ from jkv.serving.messages import MOST_TOOLS, functions_of, unread_of
 from jkv.serving.options import ServerOptions
 
 F = TypeVar("F", bound="Body")
-GRAMMAR = "grammars are no finite automata; a JSON schema, a regular expression and a choice are served"
+GRAMMAR = "grammars are in Lark's syntax or llama.cpp's. Send guided_grammar"
 REFUSED: dict[str, tuple[Any, str]] = {  # they would change a completion: the value that does not, and why others are refused
     "audio": (None, "the model writes text alone"),
     "chat_template": (None, "conversations have the model's own template"),
@@ -36,7 +36,7 @@ REFUSED: dict[str, tuple[Any, str]] = {  # they would change a completion: the v
     "include_stop_str_in_output": (False, "a text ends before its stop text"),
     "modalities": (["text"], "the model writes text alone"),
     "previous_response_id": (None, "only chats are stored"),
-    **dict.fromkeys(("ebnf", "grammar", "guided_grammar", "structural_tag"), (None, GRAMMAR)),
+    **dict.fromkeys(("ebnf", "structural_tag"), (None, GRAMMAR)),
     "return_token_strs": (False, "token ids have texts at /detokenize"),
     "skip_special_tokens": (True, "special tokens are left out of texts; return_token_ids has them"),
     "store": (False, "only chats are stored"),
@@ -183,7 +183,7 @@ class Fields(Body):
       allowed_token_ids: the only tokens that may be drawn.
       min_tokens: tokens before the completion may end by a token.
       bad_words: texts that the completion may not hold.
-      response_format, structured_outputs, guided_json, guided_regex, guided_choice: the form of the answer
+      response_format, structured_outputs, guided_json, guided_regex, guided_choice, guided_grammar: the form of the answer
         (`jkv.serving.form_fields`).
       prompt_logprobs: whether the response has the log-probabilities of the prompt's tokens, and of how many most likely ones.
       kv_dtype: the pool's format, if it is named: all requests share one pool.
@@ -220,6 +220,7 @@ class Fields(Body):
     guided_json: dict[str, Any] | str | bool | None = None
     guided_regex: str | None = None
     guided_choice: list[Any] | None = None
+    guided_grammar: str | None = None
     prompt_logprobs: int | None = None
     request_id: str | None = None
     cache_salt: str | None = None

@@ -14,6 +14,7 @@ from jkv.engine import form_store
 from jkv.engine.clocks import COMPILING
 from jkv.engine.form_store import FormStore
 from jkv.errors import InputError
+from jkv.forms.host_walks import HostWalk, walker_of
 from jkv.forms.tables import ANSWERS, DEAD, END, table_of
 from jkv.testing import TINY, tiny_model
 from tests.model.test_numbers import reference_logits
@@ -168,6 +169,7 @@ def test_penalties_and_cuts_go_together_with_a_form(engine):
     [
         ({"form": "json"}, "form"),
         ({"form": SCHEMA}, "form"),
+        ({"form": forms.grammar('start: "a"'), "min_tokens": 2}, "min_tokens"),
         ({"form": forms.regex("\u4e00"), "stop_ids": ()}, "stop_ids"),
         ({"form": FORM, "stop_strings": ["a"]}, "stop_strings"),
         ({"form": FORM, "min_tokens": 2}, "min_tokens"),
@@ -201,3 +203,94 @@ def test_the_store_holds_the_tables_in_use(monkeypatch):
                 np.testing.assert_array_equal(array[begin : begin + len(table.block)], table.block)
             sizes.add(len(array))
     assert len(sizes) == 2  # it grew once, for eight tables
+
+
+GRAMMAR = forms.grammar('start: "(" start ")" | "yes" | "no"')
+TREE = forms.json(
+    {"properties": {"v": {"enum": [1, 2]}, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["v", "next"]}
+)
+SOFT = {END_ID: 3.0, 41: 1.0}
+
+
+def test_grammars_are_followed_beside_plain_rows_and_other_forms(engine):
+    """The log-probabilities are those of the tokens that the grammar allows; nothing else changes, and nothing compiles again."""
+    penalties = dataclasses.replace(DRAWN, repetition_penalty=2.0)
+    expected = run(engine, {}, {"form": FORM, "n": 2}, {"n": 2, "sampling": penalties})
+    asked = [{"form": form, "n": 3, "logit_bias": SOFT, "model_logprobs": True} for form in (GRAMMAR, TREE)]
+    first, *found = run(engine, asked[0], {}, {"form": FORM, "n": 2})
+    for out, other in zip(found, expected, strict=False):
+        np.testing.assert_array_equal(out.tokens, other.tokens)
+        np.testing.assert_array_equal(out.logprobs, other.logprobs)
+    run(engine, asked[0], {})  # programs of one step with all parts
+    before = COMPILING.count
+    again, tree, penalised, chosen = run(
+        engine, *asked, {"form": TREE, "sampling": penalties, "n": 2}, {"form": forms.grammar('start: "no"')}
+    )
+    assert COMPILING.count == before
+    np.testing.assert_array_equal(first.tokens, again.tokens)
+    assert chosen.text == ["no"]
+    assert penalised.finish_reason.count("stop") + tree.finish_reason.count("stop") >= 2
+    for out, form in ((first, GRAMMAR), (tree, TREE), (penalised, TREE)):
+        assert all(form.matches(text) or reason == "length" for text, reason in zip(out.text, out.finish_reason, strict=True))
+    tokens = tree.tokens[0, : tree.lengths[0]].tolist()
+    logits = reference_logits(engine.model.params, [*PROMPT, *tokens])[len(PROMPT) - 1 : -1]
+    own = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    walk = HostWalk(walker_of(TREE, TOKENIZER, SIZE), ANSWERS)
+    for step, token in enumerate(tokens):
+        wanted = np.where(walk.after(tokens[:step]).allowed([END_ID]), own[step], -np.inf)
+        for one, bias in SOFT.items():
+            wanted[one] += bias
+        wanted -= np.log(np.exp(wanted).sum())
+        np.testing.assert_allclose(tree.logprobs[0, step], wanted[token], atol=1e-4)
+        np.testing.assert_allclose(tree.model_logprobs[0, step], own[step, token], atol=1e-4)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_preempted_rows_of_grammars_go_on_where_they_were(engine, model, ahead):
+    long = forms.grammar('start: "(" start ")" | "[" start "]" | "x"')  # what opens closes after the swap
+    asked = [{"prompt": OTHER, "n": 2}, {"form": long, "n": 2, "logit_bias": {120: -2.0}}, {"form": FORM}]
+    expected = run(engine, *asked)
+    small = jkv.Engine(model, max_running=3, max_slots=160, page_size=4, max_stop_ids=8, num_pages=120, chunk=8, ahead=ahead)
+    found = run(small, *asked)
+    assert sum(sample.preemptions for sample in found[1].samples)
+    for out, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(out.tokens, other.tokens)
+
+
+def test_a_sample_that_starts_again_or_moves_draws_the_same_answer(engine, model):
+    (expected,) = run(engine, {"form": TREE})
+    ticket = engine.submit(PROMPT, form=TREE, sampling=DRAWN, max_new_tokens=LENGTH)
+    for _ in range(4):
+        engine.step()
+    (content,) = engine.copy_rows().values()
+    engine.reset()
+    engine.run()
+    np.testing.assert_array_equal(engine.result(ticket).tokens, expected.tokens)
+    moved = engine.resume_row(content, jkv.full())
+    engine.run()
+    np.testing.assert_array_equal(engine.result(moved).tokens, expected.tokens)
+
+
+def test_a_grammar_that_cannot_go_on_ends_its_own_request_alone(engine, monkeypatch):
+    (expected,) = run(engine, {})
+    plain = HostWalk.allowed
+
+    def stuck(walk, ends):
+        if walk.num_tokens == 2:
+            raise RuntimeError("a limit of the parser")
+        return plain(walk, ends)
+
+    monkeypatch.setattr(HostWalk, "allowed", stuck)
+    failed, beside = run(engine, {"form": TREE}, {})
+    assert failed.finish_reason == ["error"]
+    assert "a limit of the parser" in str(failed.samples[0].error)
+    np.testing.assert_array_equal(beside.tokens, expected.tokens)
+
+
+def test_a_plain_engine_has_no_part_of_grammars_and_whole_chunks(engine):
+    engine.runner.lower()
+    steps = engine.stats.steps
+    run(engine, {"form": FORM}, {})
+    assert "host_form" not in engine.runner.parts_on
+    assert engine.stats.steps > steps
+    assert engine.scheduler._num_steps() == 0

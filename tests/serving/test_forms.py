@@ -18,6 +18,7 @@ openai = pytest.importorskip("openai")
 CHATS = "/v1/chat/completions"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}}, "required": ["a"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "one", "schema": SCHEMA, "strict": True}}
+LIST = {"properties": {"a": {"const": 1}, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["next"]}
 ASK = [{"role": "user", "content": "Which?"}]
 ANSWERS = {"logit_bias": {str(THINK_ID): -100}}  # without thinking
 BODY = ANSWERS | {"messages": ASK, "max_tokens": 300, "temperature": 1.0, "seed": 1, "n": 2}
@@ -56,6 +57,9 @@ def test_each_field_gives_its_form(server):
         ({"structured_outputs": {"regex": "[ab]{3}"}}, lambda text: len(text) == 3 and set(text) <= set("ab")),
         ({"guided_choice": ["yes", "no"]}, ("yes", "no").__contains__),
         ({"structured_outputs": {"choice": ["yes", "no"]}}, ("yes", "no").__contains__),
+        ({"guided_grammar": 'start: "yes" "!"* | "no"'}, lambda text: text.rstrip("!") in ("yes", "no")),
+        ({"structured_outputs": {"grammar": 'root ::= "yes" | "no"'}}, ("yes", "no").__contains__),
+        ({"response_format": FORMAT | {"json_schema": {"name": "list", "schema": LIST}}}, lambda text: is_valid(text, LIST)),
     ]
     for path, base in ((CHATS, BODY), ("/v1/completions", {"prompt": "A</think>", "max_tokens": 90, "temperature": 1.0})):
         for asked, holds in fields:
@@ -138,8 +142,10 @@ def test_what_is_no_form_is_refused_by_the_clients_name_of_it(server):
         ({"guided_json": "{"}, "guided_json", "must be JSON"),
         ({"guided_regex": "("}, "guided_regex", "regular expression"),
         ({"guided_choice": []}, "guided_choice", "to choose from"),
-        ({"guided_grammar": "root ::= x"}, "guided_grammar", "grammars"),
-        ({"structured_outputs": {"grammar": "x"}}, "structured_outputs", "grammar"),
+        ({"guided_grammar": "root ::= x"}, "guided_grammar", "Rule 'x' not found"),
+        ({"guided_grammar": 'start: "a" other'}, "guided_grammar", 'unknown name: "other"'),
+        ({"structured_outputs": {"grammar": "x"}}, "structured_outputs", "llguidance"),
+        ({"structural_tag": "x"}, "structural_tag", "guided_grammar"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "one of"),
         ({"tool_choice": "required"}, "tool_choice", "there are none"),
         ({"tools": [TOOL], "tool_choice": named}, "tool_choice", "weather"),
