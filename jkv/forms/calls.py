@@ -1,50 +1,48 @@
-"""Tool calls as expressions of texts, in the forms that models write as JSON (`jkv.reasoning.tool_calls.FORMS`)."""
+"""Tool calls as expressions of texts, in the forms of `jkv.reasoning.tool_calls.FORMS`."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jkv.errors import InputError
-from jkv.forms.expressions import Expression, Repeat, chain, either, optional, text
+from jkv.forms.expressions import EMPTY, Expression, Repeat, chain, either, text
 from jkv.forms.json_schema import ANNOTATIONS, expression_of_schema
 from jkv.forms.json_values import COLON, COMMA, GAP, object_of
+from jkv.forms.tagged_calls import LINE, call_in_tags
 from jkv.reasoning.tool_calls import FORMS, CallForm
 
-LINE = optional(text("\n"))
 ARGUMENTS = {"hermes": "arguments", "llama3": "parameters", "mistral": "arguments"}  # the member that has them
 
 Spell = Callable[[str], Expression]
 
 
 def value_of_calls(form: CallForm, functions: Mapping[str, Any], has_many: bool) -> str:
-    """The value of a `jkv.forms.Form` of calls: one of some functions, or several where `has_many`.
-
-    Raises:
-      ValueError: calls that are not written as JSON.
-    """
-    if form.name not in ARGUMENTS:
-        rule = (
-            "{field} can make a model call a tool where it writes calls as JSON ({known}); this model's are {got}. Ask for the "
-            "call in a message."
-        )
-        raise InputError(rule, field="tool_choice", code="unsupported", known=", ".join(ARGUMENTS), got=form.name)
+    """The value of a `jkv.forms.Form` of calls: one of some functions, or several where `has_many`."""
     return json.dumps([form.name, functions, has_many], ensure_ascii=False)
 
 
 def expression_of_calls(value: Sequence[Any], spell: Spell) -> Expression:
     """The texts of calls; `spell` writes their marks."""
     name, functions, has_many = value
-    form, arguments = FORMS[name], {one: arguments_of(schema, one) for one, schema in functions.items()}
+    form = FORMS[name]
+    if form.tags is not None:
+        whole = either(call_in_tags(name, form.tags, one, schema, spell) for one, schema in functions.items())
+        return repeated(chain(spell(form.begin), LINE if name != "glm" else EMPTY, whole, LINE, spell(form.end)), has_many)
+    arguments = {one: arguments_of(schema, one) for one, schema in functions.items()}
     whole = either(call_of(ARGUMENTS[name], one, each) for one, each in arguments.items())
     if name == "llama3":  # without a mark between them, several would be no answer of calls alone
         return whole
     begin, most = spell(form.begin), None if has_many else 1
     if name == "hermes":
-        one = chain(begin, LINE, whole, LINE, spell(form.end))
-        return chain(one, Repeat(chain(LINE, one), 0, None if has_many else 0))
+        return repeated(chain(begin, LINE, whole, LINE, spell(form.end)), has_many)
     named = either(chain(begin, text(one), spell("[ARGS]"), each) for one, each in arguments.items())
     listed = chain(begin, GAP, text("["), whole, Repeat(chain(COMMA, GAP, whole), 0, None if has_many else 0), text("]"))
     return either([listed, Repeat(named, 1, most)])
+
+
+def repeated(call: Expression, has_many: bool) -> Expression:
+    """A call between its marks, or several where `has_many`."""
+    return chain(call, Repeat(chain(LINE, call), 0, None if has_many else 0))
 
 
 def call_of(member: str, name: str, arguments: Expression) -> Expression:

@@ -101,6 +101,6 @@ def form_of_calls(form: CallForm, functions: Mapping[str, Any], has_many: bool) 
     """The form of an answer that calls functions.
 
     Raises:
-      InputError: a model whose calls are not written as JSON, or a schema with what is not honoured.
+      InputError: a schema with what is not honoured, or a name that cannot stand between a model's tags.
     """
     return Form("calls", value_of_calls(form, functions, has_many))

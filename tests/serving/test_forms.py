@@ -7,11 +7,14 @@ import jsonschema
 import pytest
 
 import jkv
-from jkv.reasoning.tool_calls import FORMS
+from jkv.errors import InputError
+from jkv.forms.tables import table_of
+from jkv.reasoning.tool_calls import FORMS, CallSplitter
+from jkv.serving.form_fields import form_of_calls
 from jkv.testing import TINY, tiny_model
 from tests.serving.conftest import TOOL, TOOL_TEMPLATE, Running
 from tests.serving.test_hostile_requests import post
-from tests.support.form_texts import END_ID, SIZE, THINK_ID, TOKENIZER
+from tests.support.form_texts import END_ID, SIZE, THINK_ID, TOKENIZER, written
 
 openai = pytest.importorskip("openai")
 
@@ -108,14 +111,10 @@ def test_a_required_call_is_made(client):
 
 @pytest.mark.parametrize("name", ["hermes", "llama3", "mistral"])
 def test_required_calls_are_read_in_the_form_in_which_they_are_written(name):
-    from jkv.reasoning.tool_calls import CallSplitter
-    from jkv.serving.form_fields import form_of_calls
-    from tests.support.form_texts import written
-
     functions = {"weather": {"properties": {"city": {"type": "string"}}}, "now": {}}
     for has_many in (False, True):
         form = form_of_calls(FORMS[name], functions, has_many)
-        table = jkv.forms.tables.table_of(form, TOKENIZER, SIZE)
+        table = table_of(form, TOKENIZER, SIZE)
         for seed in range(20):
             text = TOKENIZER.decode(written(table, seed))
             splitter = CallSplitter(FORMS[name], functions, has_many)
@@ -163,12 +162,65 @@ def test_what_is_no_form_is_refused_by_the_clients_name_of_it(server):
         assert words in error["message"], error
 
 
-def test_tags_are_refused_by_name():
-    from jkv.errors import InputError
-    from jkv.serving.form_fields import form_of_calls
+PARAMETERS = {
+    "properties": {
+        "city": {"type": "string", "maxLength": 12},
+        "unit": {"enum": ["C", "F"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "note": {"anyOf": [{"type": "string", "pattern": "^[a-c]*$"}, {"type": "null"}]},
+        "at": {"$ref": "#/$defs/place"},
+        "day": {"type": ["string", "null"], "format": "date"},
+        "code": {"type": "string"},
+    },
+    "$defs": {"place": {"type": "object", "properties": {"x": {"type": "number"}, "name": {"type": "string"}}}},
+    "required": ["city", "unit", "code", "any"],
+}
 
-    with pytest.raises(InputError, match="hermes, llama3, mistral"):
-        form_of_calls(FORMS["glm"], {"f": {}}, True)
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm"])
+def test_required_calls_between_tags_satisfy_their_schemas(name):
+    """Also where the model writes tags into its strings: a value ends at the first end of its tag."""
+    functions, seen = {"weather": PARAMETERS, "now": {}}, set()
+    validator = jsonschema.Draft202012Validator(PARAMETERS, format_checker=jsonschema.FormatChecker())
+    tables = {many: table_of(form_of_calls(FORMS[name], functions, many), TOKENIZER, SIZE) for many in (False, True)}
+    for seed in range(40):
+        text = TOKENIZER.decode(written(tables[seed % 2 > 0], seed, length=200))
+        splitter = CallSplitter(FORMS[name], functions)
+        parts = [splitter.push(piece) for piece in (text[:50], text[50:])] + [splitter.finish()]
+        assert "".join(part[0] for part in parts).strip() == "", text
+        calls = {}
+        for piece in (piece for part in parts for piece in part[1]):
+            found = calls.setdefault(piece.index, [piece.name, ""])
+            found[1] += piece.arguments
+        assert seed % 2 or len(calls) == 1
+        for function, arguments in calls.values():
+            seen.add(function)
+            assert validator.is_valid(json.loads(arguments)) if function == "weather" else arguments == "{}", text
+    assert seen == {"weather", "now"}
+    form = form_of_calls(FORMS[name], {"f": {"properties": {"code": {"type": "string"}}, "required": ["code"]}}, False)
+    begin, end = ("<function=f><parameter=code>\n", "</parameter></function>") if name != "glm" else (
+        "f<arg_key>code</arg_key>\n<arg_value>", "</arg_value>")
+    line = "\n" if name != "glm" else ""
+    for code, matches in (('if a < b: "é"\n\n', True), ("", True), ("</param </arg_", True), (f"x{FORMS[name].tags.value_end}", False)):
+        assert form.matches(f"<tool_call>{begin}{code}{line}{end}</tool_call>") == matches, code
+
+
+@pytest.mark.parametrize(
+    ("functions", "message"),
+    [
+        ({"a b<": {}}, "names"),
+        ({"f": {"properties": {"a>": {}}}}, "names"),
+        ({"f": {"properties": {"k": {"type": "string", "not": {}}}}}, "'not'"),
+        ({"f": {"type": "array"}}, "objects as arguments"),
+        ({"f": {"properties": {"k": {"type": "string", "allOf": [{"maxLength": 3}]}}}}, "allOf"),
+        ({"f": {"properties": {"k": {"$ref": "#"}}}}, "refer to itself"),
+    ],
+    ids=str,
+)
+def test_calls_that_tags_cannot_hold_are_refused(functions, message):
+    for name in ("qwen3_coder", "glm"):
+        with pytest.raises(InputError, match=message):
+            form_of_calls(FORMS[name], functions, True)
 
 
 def test_the_other_apis_give_the_same_forms(server):
