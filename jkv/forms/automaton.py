@@ -43,14 +43,16 @@ class Automaton:
         return state != DEAD and bool(self.is_accepting[state])
 
 
-class NoAutomaton(InputError):
+class AutomatonError(InputError):
     """A form is refused because no finite automaton, or none that is small enough, has its texts."""
 
 
-def too_large(what: str, got: int, most: int) -> NoAutomaton:
+def too_large(what: str, got: int, most: int) -> AutomatonError:
     """The error about a form that has too much of something."""
-    rule = "{field} must have at most {most:,} {what}; got {got:,} or more. Make it smaller: lower its longest lengths and counts."
-    return NoAutomaton(rule, field="form", code="too_long", what=what, got=got, most=most)
+    rule = (
+        "{field} must have at most {most:,} {what}; got {got:,} or more. Make it smaller: lower its longest lengths and counts."
+    )
+    return AutomatonError(rule, field="form", code="too_long", what=what, got=got, most=most)
 
 
 class Parts:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from jkv.checks import check_length, shown
 from jkv.errors import InputError
-from jkv.forms.automaton import Automaton, NoAutomaton, automaton_of
+from jkv.forms.automaton import Automaton, AutomatonError, automaton_of
 from jkv.forms.calls import expression_of_calls
 from jkv.forms.expressions import Expression, either, text
 from jkv.forms.grammars import Grammar, grammar_alone, llguidance
@@ -19,7 +19,8 @@ from jkv.forms.vocabulary import Vocabulary
 KINDS = ("json", "schema", "regex", "choice", "calls", "grammar")
 MOST_TEXT = 1_000_000  # characters of a form
 MOST_CHOICES = 10_000
-ByAutomaton, ByGrammar = TypeVar("ByAutomaton"), TypeVar("ByGrammar")
+ByAutomaton = TypeVar("ByAutomaton")
+ByGrammar = TypeVar("ByGrammar")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +144,7 @@ def grammar(text: str) -> Form:
     (True, False)
     """
     if not isinstance(text, str) or not text.strip():
-        rule = "{field} must be a grammar, such as 'start: \"a\" start | \"b\"'; got {got}."
+        rule = '{field} must be a grammar, such as \'start: "a" start | "b"\'; got {got}.'
         raise InputError(rule, field="form", code="wrong_type", got=shown(text))
     return Form("grammar", text)
 
@@ -161,7 +162,7 @@ def by_automaton_or_grammar(
         return by_grammar()
     try:
         return by_automaton()
-    except NoAutomaton as error:
+    except AutomatonError as error:
         if form.kind != "schema":
             raise
         llguidance(f"is no form of a small finite automaton ({error})")

@@ -52,7 +52,6 @@ class Tokens:
       pieces: the bytes of each token.
     """
 
-    special_token_ids = ()
     bos_token_id = None
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
@@ -147,7 +146,8 @@ def lark_of(text: str) -> str:
 def closed(schema: Any) -> Any:
     """A schema read as automata read it: its objects with `properties` have no other members, unless it asks for them.
 
-    Keywords that no value breaks are left out, because llguidance knows no others beside a reference. Schemas with `allOf` keep theirs, because each of its parts would exclude the members of the others.
+    Annotations are left out, because llguidance refuses them beside a reference. A schema with `allOf` stays as it is: each of
+    its parts would exclude the members of the others.
     """
     found = schema if '"allOf":' in json.dumps(schema) else closed_within(schema, 0)
     return {**found, "x-guidance": JSON_RULES}

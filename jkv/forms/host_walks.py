@@ -119,7 +119,9 @@ def text_tokens(vocabulary: Vocabulary) -> tuple[np.ndarray, Any]:
     """Which tokens of a vocabulary write text alone, `[V]` bool; and all tokens as parsers take them."""
     is_text = np.maximum.reduceat(vocabulary.symbols, vocabulary.begins[:-1]) < BYTES  # each token has a symbol
     symbols = np.split(vocabulary.symbols, vocabulary.begins[1:-1])
-    return is_text, tokens_for_parsers([bytes(each.tolist()) if flag else b"" for each, flag in zip(symbols, is_text, strict=True)])
+    return is_text, tokens_for_parsers(
+        [bytes(each.tolist()) if flag else b"" for each, flag in zip(symbols, is_text, strict=True)]
+    )
 
 
 def walk_of(form: Form, tokenizer: Any, vocab_size: int, start: int) -> Walk | HostWalk:

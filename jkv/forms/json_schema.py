@@ -13,7 +13,7 @@ from typing import Any
 
 from jkv.checks import did_you_mean, shown
 from jkv.errors import InputError
-from jkv.forms.automaton import NoAutomaton, both, only_first, overlap
+from jkv.forms.automaton import AutomatonError, both, only_first, overlap
 from jkv.forms.expressions import NOTHING, Either, Expression, Repeat, either, text
 from jkv.forms.json_values import (
     CHARACTER,
@@ -101,7 +101,7 @@ class Reader:
         self._num_read += 1
         if self._num_read > MOST_SCHEMAS:
             rule = "{field} must have at most {most:,} schemas, with references written out. Simplify it."
-            raise NoAutomaton(rule, field="form", code="unsupported", most=MOST_SCHEMAS)
+            raise AutomatonError(rule, field="form", code="unsupported", most=MOST_SCHEMAS)
         if schema is True or schema == {}:
             return self._any
         if schema is False:
@@ -112,7 +112,7 @@ class Reader:
             )
         if where.count(".") > MOST_DEPTH:
             rule = "{field} must be nested less deep; got more than {most} levels. Flatten it."
-            raise NoAutomaton(rule, field="form", code="unsupported", most=MOST_DEPTH)
+            raise AutomatonError(rule, field="form", code="unsupported", most=MOST_DEPTH)
         given = {name: value for name, value in schema.items() if name not in ANNOTATIONS and not str(name).startswith("x-")}
         for name in given:
             if name not in KNOWN:
@@ -164,9 +164,11 @@ class Reader:
 
     def _enter(self, name: Any, where: str) -> None:
         if name in self._open:
-            rule = "{field} must not refer to itself, as {got} does at {where}: its texts would be no finite automaton's. Write "
+            rule = (
+                "{field} must not refer to itself, as {got} does at {where}: its texts would be no finite automaton's. Write "
+            )
             rule += "out as many levels as you need."
-            raise NoAutomaton(rule, field="form", code="unsupported", got=shown(name), where=where)
+            raise AutomatonError(rule, field="form", code="unsupported", got=shown(name), where=where)
         self._open.append(name)
 
     def _reference(self, name: Any, where: str) -> Expression:

@@ -71,7 +71,7 @@ def call_in_tags(form: str, tags: Tags, name: str, schema: Mapping[str, Any], sp
 def check_name(name: str, found: Any) -> None:
     """Refuses a name that a reader would not read as it is."""
     if found is None or found[1] != name:
-        rule = "{field} must have names of up to 100 characters, without <, > and white space, for this model; got {got}. Rename it."
+        rule = "{field} must have names of at most 100 characters, without <, > and white space; got {got}. Rename it."
         raise InputError(rule, field="tools", code="unsupported", got=repr(name)[:100])
 
 
@@ -96,7 +96,7 @@ def bare_texts(schema: Any, where: str) -> Expression:
     if "type" in given and "string" not in types_of(given, where):
         return NOTHING
     least, most = counts(given, "minLength", "maxLength", where)
-    rules = [Repeat(CHARACTER, least, most)]
+    rules: list[Expression] = [Repeat(CHARACTER, least, most)]
     for name in ("enum", "const"):
         if name in given:
             values = given[name] if name == "enum" else [given[name]]

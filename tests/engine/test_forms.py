@@ -213,7 +213,7 @@ SOFT = {END_ID: 3.0, 41: 1.0}
 
 
 def test_grammars_are_followed_beside_plain_rows_and_other_forms(engine):
-    """The log-probabilities are those of the tokens that the grammar allows; nothing else changes, and nothing compiles again."""
+    """Log-probabilities are of the tokens that the grammar allows; nothing else changes, and nothing compiles again."""
     penalties = dataclasses.replace(DRAWN, repetition_penalty=2.0)
     expected = run(engine, {}, {"form": FORM, "n": 2}, {"n": 2, "sampling": penalties})
     asked = [{"form": form, "n": 3, "logit_bias": SOFT, "model_logprobs": True} for form in (GRAMMAR, TREE)]

@@ -164,7 +164,10 @@ def test_thinking_is_free_before_an_answer():
         (lambda: forms.grammar(" "), "must be a grammar"),
         (lambda: forms.grammar(float("nan")), "must be a grammar"),
         (lambda: forms.json(TREE | {"uniqueItems": True}), "uniqueItems"),
-        (lambda: forms.json(TREE["$defs"]["Node"] | {"$defs": TREE["$defs"], "not": {}, "x-guidance": {"lenient": True}}), "not"),
+        (
+            lambda: forms.json(TREE["$defs"]["Node"] | {"$defs": TREE["$defs"], "not": {}, "x-guidance": {"lenient": True}}),
+            "not",
+        ),
         (lambda: forms.json({"$ref": "#"}), "allows none"),
         (lambda: forms.json({"properties": {"a": {"$ref": "#"}, "b": {"$ref": "#/no"}}}), "/no"),
         (lambda: forms.json({"properties": {"a": {"$ref": "#"}, "b": {"minimum": float("inf")}}}), "JSON"),

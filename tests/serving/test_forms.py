@@ -198,10 +198,18 @@ def test_required_calls_between_tags_satisfy_their_schemas(name):
             assert validator.is_valid(json.loads(arguments)) if function == "weather" else arguments == "{}", text
     assert seen == {"weather", "now"}
     form = form_of_calls(FORMS[name], {"f": {"properties": {"code": {"type": "string"}}, "required": ["code"]}}, False)
-    begin, end = ("<function=f><parameter=code>\n", "</parameter></function>") if name != "glm" else (
-        "f<arg_key>code</arg_key>\n<arg_value>", "</arg_value>")
+    begin, end = (
+        ("<function=f><parameter=code>\n", "</parameter></function>")
+        if name != "glm"
+        else ("f<arg_key>code</arg_key>\n<arg_value>", "</arg_value>")
+    )
     line = "\n" if name != "glm" else ""
-    for code, matches in (('if a < b: "é"\n\n', True), ("", True), ("</param </arg_", True), (f"x{FORMS[name].tags.value_end}", False)):
+    for code, matches in (
+        ('if a < b: "é"\n\n', True),
+        ("", True),
+        ("</param </arg_", True),
+        (f"x{FORMS[name].tags.value_end}", False),
+    ):
         assert form.matches(f"<tool_call>{begin}{code}{line}{end}</tool_call>") == matches, code
 
 

@@ -14,8 +14,8 @@ from jaxtyping import Array, Int
 from jkv.engine.parts.base import Carried, Draw, Rows, Step, StepPart
 from jkv.engine.requests import MOST_ENDS
 from jkv.engine.samples import Sample
-from jkv.forms.automaton import DEAD
 from jkv.forms import host_walks
+from jkv.forms.automaton import DEAD
 from jkv.forms.host_walks import HostWalk
 from jkv.forms.tables import END, Walk
 from jkv.pytrees import static
