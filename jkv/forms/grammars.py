@@ -14,7 +14,7 @@ import numpy as np
 
 from jkv.checks import install
 from jkv.errors import InputError
-from jkv.forms.json_schema import ANNOTATIONS, MOST_DEPTH
+from jkv.forms.json_schema import ANNOTATIONS, CHOICES, MOST_DEPTH
 
 LONGEST_MESSAGE = 400  # characters of llguidance's own message
 AFTER_MESSAGE = re.compile(r"<state>|<backtrace>|\n +\d+ \| ")  # what it repeats of the grammar, and its own insides
@@ -146,21 +146,29 @@ def lark_of(text: str) -> str:
 def closed(schema: Any) -> Any:
     """A schema read as automata read it: its objects with `properties` have no other members, unless it asks for them.
 
-    Annotations are left out, because llguidance refuses them beside a reference. A schema with `allOf` stays as it is: each of
-    its parts would exclude the members of the others.
+    Raises:
+      ValueError: schemas that all hold, which llguidance would merge in exponential time.
     """
-    found = schema if '"allOf":' in json.dumps(schema) else closed_within(schema, 0)
-    return {**found, "x-guidance": JSON_RULES}
+    return {**closed_within(schema, 0), "x-guidance": JSON_RULES}
 
 
 def closed_within(schema: Any, depth: int) -> Any:
-    """`closed`, for a part of a schema, in which a `oneOf` with a discriminator becomes the `anyOf` that it is."""
+    """A part of a schema, without annotations; a `oneOf` with a discriminator becomes the `anyOf` that it is."""
     if not isinstance(schema, Mapping):
         return schema
     if depth > MOST_DEPTH:
         rule = "{field} must be nested less deep; got more than {most} levels. Flatten it."
         raise InputError(rule, field="form", code="unsupported", most=MOST_DEPTH)
     found = {name: value for name, value in schema.items() if name not in ANNOTATIONS or name in MAPS}
+    several = found.keys() - {"$defs", "definitions"}
+    for name in CHOICES:
+        if name in several and (name == "allOf" or len(several) > 1):
+            rule = (
+                "{field} must have no schemas that all hold, as {names} do, where it refers to itself or is large. Merge them."
+            )
+            raise InputError(rule, field="form", code="unsupported", names=", ".join(sorted(several)))
+    if "discriminator" in schema and "oneOf" in found:  # whose schemas exclude each other by a member's value
+        found["anyOf"] = found.pop("oneOf")
     for name in found.keys() & {*INSIDE}:
         found[name] = closed_within(found[name], depth + 1)
     for name in LISTS:
@@ -169,8 +177,6 @@ def closed_within(schema: Any, depth: int) -> Any:
     for name in MAPS:
         if isinstance(found.get(name), Mapping):
             found[name] = {key: closed_within(each, depth + 1) for key, each in found[name].items()}
-    if "discriminator" in schema and "oneOf" in found:  # whose schemas exclude each other by a member's value
-        found["anyOf"] = found.pop("oneOf")
     if "properties" in found:
         found.setdefault("additionalProperties", False)
     return found

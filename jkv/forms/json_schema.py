@@ -101,7 +101,7 @@ class Reader:
         self._num_read += 1
         if self._num_read > MOST_SCHEMAS:
             rule = "{field} must have at most {most:,} schemas, with references written out. Simplify it."
-            raise AutomatonError(rule, field="form", code="unsupported", most=MOST_SCHEMAS)
+            raise refuse(rule, where, most=MOST_SCHEMAS)
         if schema is True or schema == {}:
             return self._any
         if schema is False:
@@ -112,7 +112,7 @@ class Reader:
             )
         if where.count(".") > MOST_DEPTH:
             rule = "{field} must be nested less deep; got more than {most} levels. Flatten it."
-            raise AutomatonError(rule, field="form", code="unsupported", most=MOST_DEPTH)
+            raise refuse(rule, where, most=MOST_DEPTH)
         given = {name: value for name, value in schema.items() if name not in ANNOTATIONS and not str(name).startswith("x-")}
         for name in given:
             if name not in KNOWN:

@@ -57,6 +57,9 @@ KINDS = {  # as pydantic writes a union whose members have a kind
     },
     "$ref": "#/$defs/Both",
 }
+DOUBLING = {  # 2**30 schemas once they are merged
+    f"d{i}": {"properties": {k: {"$ref": f"#/$defs/d{min(i + 1, 29)}", "type": "object"} for k in "ab"}} for i in range(30)
+}
 LONG = {"type": "object", "properties": {"text": {"type": "string", "maxLength": 400}}, "required": ["text"]}
 
 
@@ -169,6 +172,10 @@ def test_thinking_is_free_before_an_answer():
             "not",
         ),
         (lambda: forms.json({"$ref": "#"}), "allows none"),
+        (lambda: forms.json(TREE | {"minProperties": 1}), "minProperties"),
+        (lambda: forms.json({"properties": {"a": {"$ref": "#"}, "b": {"allOf": [{"minLength": 1}]}}}), "all hold"),
+        (lambda: forms.json({"$defs": DOUBLING, "properties": {"a": {"$ref": "#"}, "b": {"$ref": "#/$defs/d0"}}}), "all hold"),
+        (lambda: forms.grammar(f'start: {"(" * 300} "a" {")" * 300}'), ""),
         (lambda: forms.json({"properties": {"a": {"$ref": "#"}, "b": {"$ref": "#/no"}}}), "/no"),
         (lambda: forms.json({"properties": {"a": {"$ref": "#"}, "b": {"minimum": float("inf")}}}), "JSON"),
     ],
