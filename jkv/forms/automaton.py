@@ -338,9 +338,10 @@ def both(*expressions: Expression) -> Expression:
     return Machine(functools.reduce(lambda a, b: product(a, b, lambda x, y: x and y), machines))
 
 
-def only_first(one: Expression, other: Expression) -> Expression:
+def only_first(one: Expression, other: Expression, num_symbols: int = BYTES) -> Expression:
     """What the first expression has and the other has not."""
-    return Machine(product(automaton_of(one), automaton_of(other), lambda x, y: x and not y))
+    first, second = automaton_of(one, num_symbols=num_symbols), automaton_of(other, num_symbols=num_symbols)
+    return Machine(product(first, second, lambda x, y: x and not y))
 
 
 def overlap(*expressions: Expression) -> bool:

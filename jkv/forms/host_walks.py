@@ -27,11 +27,13 @@ class HostRules:
       before: the table of what comes before an answer, such as thinking; where it may end, an answer may begin.
       grammar: of the answer, over tokens.
       is_text: which tokens may be part of an answer: control tokens may not, `[V]` bool.
+      is_first: which of them may begin a text: not those whose space it would lose.
     """
 
     before: Table
     grammar: Grammar
     is_text: np.ndarray
+    is_first: np.ndarray
 
 
 class HostWalk:
@@ -74,8 +76,9 @@ class HostWalk:
         before, found = self.rules.before, np.zeros(len(self.rules.is_text), bool)
         if self.state != DEAD:
             found |= before.next[self.state][before.class_of] != DEAD
+        is_text = self.rules.is_text if self.num_tokens else self.rules.is_first
         for parser in self.parsers:
-            found |= self.rules.grammar.following(parser) & self.rules.is_text
+            found |= self.rules.grammar.following(parser) & is_text
         found[list(ends)] = any(parser.is_accepting() for parser in self.parsers)
         if not found.any():
             messages = [parser.get_error() for parser in self.parsers if parser.is_error()]
@@ -111,7 +114,8 @@ def host_rules(form: Form, vocabulary: Vocabulary) -> HostRules:
     if DEAD in before.starts:
         rule = "{field} must be one that the model's tokens can write; some of the mark that ends thinking are missing."
         raise InputError(rule, field="form", code="unsupported")
-    return HostRules(before, grammar, is_text)
+    begins = vocabulary.symbols[vocabulary.begins[:-1]]
+    return HostRules(before, grammar, is_text, is_text & ~((begins == ord(" ")) & vocabulary.drops_space))
 
 
 @functools.lru_cache(maxsize=8)

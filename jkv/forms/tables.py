@@ -71,8 +71,9 @@ def with_thinking(answer: Expression, vocabulary: Vocabulary) -> tuple[Expressio
     """The texts of completions whose answer is of an expression: that answer, that may think first, and that think."""
     begin, ends = vocabulary.think
     thinks = Chain((vocabulary.up_to(*ends), Repeat(NEWLINE, 0, 2), answer))
-    may_think = Either((answer, Chain((vocabulary.expression(begin), thinks)))) if vocabulary.is_mark(begin) else answer
-    return answer, thinks if vocabulary.always_thinks else may_think, thinks
+    first = vocabulary.at_start(answer)
+    may_think = Either((first, Chain((vocabulary.expression(begin), thinks)))) if vocabulary.is_mark(begin) else first
+    return first, thinks if vocabulary.always_thinks else may_think, thinks
 
 
 def over_tokens(automaton: Automaton, vocabulary: Vocabulary) -> Table:

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from jkv.forms.automaton import BYTES, DEAD, Automaton
-from jkv.forms.expressions import Expression, Machine, One, chain, text
+from jkv.forms.automaton import BYTES, DEAD, Automaton, only_first
+from jkv.forms.expressions import Expression, Machine, One, Repeat, chain, either, text
 from jkv.reasoning.marks import HARMONY, completion_decoder, marks_of
 from jkv.reasoning.token_bytes import bytes_of
 from jkv.reasoning.token_text import token_of
@@ -31,6 +31,7 @@ class Vocabulary:
       texts: marks that may also be written letter by letter.
       think: the mark that begins thinking, and those that end it.
       always_thinks: whether each completion has a mark that ends thinking, as in the harmony format.
+      drops_space: whether a text loses the space with which its first token begins, as those of SentencePiece do.
     """
 
     symbols: np.ndarray
@@ -39,6 +40,7 @@ class Vocabulary:
     texts: frozenset[str]
     think: tuple[str, tuple[str, ...]]
     always_thinks: bool
+    drops_space: bool = False
 
     @property
     def num_symbols(self) -> int:
@@ -60,6 +62,13 @@ class Vocabulary:
     def expression(self, value: str) -> Expression:
         """A text with marks."""
         return chain(*(One(1 << symbol) for symbol in self.spell(value)))
+
+    def at_start(self, answer: Expression) -> Expression:
+        """What the first tokens of a text write, so that it is of an expression: with the space that the text loses."""
+        if not self.drops_space:
+            return answer
+        space, anything = text(" "), Repeat(One((1 << self.num_symbols) - 1))
+        return either([chain(space, answer), only_first(answer, chain(space, anything), self.num_symbols)])
 
     def is_mark(self, value: str) -> bool:
         """Whether a text begins with a mark."""
@@ -102,8 +111,11 @@ def vocabulary_of(tokenizer: Any, vocab_size: int) -> Vocabulary:
             found.append([marks[names[token]]])
         else:
             found.append(list(bytes_of(tokenizer, decode, token)) if token < len(tokenizer) else [])
+    words = (token for token, symbols in enumerate(found) if len(symbols) > 1 and symbols[0] == ord(" "))
+    word = next(words, None)
+    drops_space = word is not None and not bytes_of(tokenizer, decode, word, is_first=True).startswith(b" ")
     found = [symbols or [OTHER] for symbols in found]
     begins = np.cumsum([0, *map(len, found)])
     symbols = np.fromiter((symbol for each in found for symbol in each), np.int32, int(begins[-1]))
     always = (think.begin, think.ends) == (HARMONY.begin, HARMONY.ends)
-    return Vocabulary(symbols, begins, marks, frozenset(texts), (think.begin, think.ends), always)
+    return Vocabulary(symbols, begins, marks, frozenset(texts), (think.begin, think.ends), always, drops_space)

@@ -19,6 +19,7 @@ from jkv.forms.host_walks import HostRules, HostWalk, walker_of
 from jkv.forms.tables import ANSWERS, MAY_THINK, THINKS, Table
 from jkv.testing import TinyTokenizer
 from tests.support.form_texts import END_ID, END_OF_THINKING_ID, SIZE, THINK_ID, TOKENIZER
+from tests.support.small_tokenizers import sentence_piece
 
 pytest.importorskip("llguidance")
 
@@ -187,6 +188,16 @@ def test_what_is_no_grammar_is_refused(make, message):
     assert caught.value.field == "form"
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 600
+
+
+def test_the_space_that_a_text_loses_is_no_part_of_a_grammar():
+    tokenizer = sentence_piece("\u2581yes", "yes", "\u2581")
+    word, space = (tokenizer.convert_tokens_to_ids(one) for one in ("\u2581yes", "\u2581"))
+    walk = HostWalk(walker_of(forms.grammar('start: (" "? "yes")+'), tokenizer, len(tokenizer)), ANSWERS)
+    assert walk.allowed([0])[space]
+    assert not walk.allowed([0])[word]
+    assert walk.after([space]).allowed([0])[word]
+    assert walk.after([space, word]).allowed([0])[0]
 
 
 def test_tokens_that_cannot_write_a_grammar_refuse_it():

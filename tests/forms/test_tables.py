@@ -113,6 +113,26 @@ def test_single_bytes_of_sentence_piece_are_bytes():
     assert table.walk(table.starts[ANSWERS], tokens[:2]) != table.starts[ANSWERS]
 
 
+def test_the_space_that_a_text_loses_at_its_beginning_is_no_part_of_it():
+    """SentencePiece writes the first word with a space, which the text has not."""
+    tokenizer = sentence_piece("\u2581yes", "yes", "\u2581", "\u2581no")
+    word, bare, space = (tokenizer.convert_tokens_to_ids(one) for one in ("\u2581yes", "yes", "\u2581"))
+    for pattern, tokens, ends in (
+        ("yes|no", [word], True),
+        ("yes|no", [bare], True),
+        ("( yes| no)*", [space, word], True),
+        ("( yes| no)+", [word], False),
+        (" yes", [space, word], True),
+    ):
+        form = forms.regex(pattern)
+        table = table_of(form, tokenizer, len(tokenizer))
+        for start in (ANSWERS, MAY_THINK):
+            state = table.walk(table.starts[start], tokens)
+            assert (table.next[state, END] != DEAD) == ends == form.matches(tokenizer.decode(tokens)), (pattern, tokens)
+        for seed in range(10):
+            assert form.matches(tokenizer.decode(written(table, seed, 8))), pattern
+
+
 def test_a_walk_reads_each_token_once():
     table, rng = table_of(FORMS[0], TOKENIZER, SIZE), random.Random(0)
     for seed in range(10):
