@@ -52,6 +52,7 @@ GROUPS: Mapping[str, Group] = {
             "jkv.forms.json",
             "jkv.forms.regex",
             "jkv.forms.choice",
+            "jkv.forms.grammar",
             "jkv.forms.Form",
             "jkv.Event",
             "jkv.engine.stats.RunStats",
