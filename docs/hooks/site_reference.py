@@ -100,7 +100,7 @@ GROUPS: Mapping[str, Group] = {
     "replay": Group(
         "Replay",
         "Which keys each query could read, and the log-probabilities under it. [Replay](../replay.md) is the guide.",
-        ("jkv.score", "jkv.Trace"),
+        ("jkv.score", "jkv.replay.score.Scores", "jkv.model.top_tokens.TopTokens", "jkv.Trace"),
     ),
     "rollouts": Group(
         "Rollouts and reinforcement learning",
@@ -118,6 +118,11 @@ GROUPS: Mapping[str, Group] = {
             "jkv.rl.mismatch",
             "jkv.rl.Mismatch",
             "jkv.rl.Figures",
+            "jkv.rl.distillation",
+            "jkv.rl.log_probs_at",
+            "jkv.rl.kl_divergence",
+            "jkv.rl.with_rest",
+            "jkv.rl.teacher_advantages",
             "jkv.rl.full_overlap",
             "jkv.rl.FullOverlap",
         ),

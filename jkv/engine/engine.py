@@ -276,8 +276,9 @@ class Engine:
           sample: index of the sample that goes on, where the request had several.
           keep: whether the row is kept again at the end of this turn.
           on_tokens: see `Engine.submit`.
-          settings: `max_new_tokens`, `sampling`, `stop_ids`, `forced_tokens` and `model_logprobs` of `jkv.RequestOptions`.
-            If it gives no sampling, the turn keeps the sampling and seed of the last turn. It inherits nothing else.
+          settings: `max_new_tokens`, `sampling`, `stop_ids`, `forced_tokens`, `model_logprobs` and `top_logprobs` of
+            `jkv.RequestOptions`. If it gives no sampling, the turn keeps the sampling and seed of the last turn. It inherits
+            nothing else.
 
         Raises:
           ValueError: a ticket without a kept row (unfinished, failed, cancelled, not kept, closed, extended already), tokens

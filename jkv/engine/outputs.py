@@ -82,9 +82,9 @@ class Outputs:
         completion.log_probs_full += row.log_probs_full[: len(tokens)]
         if sample.request.model_logprobs:
             completion.log_probs_own += row.log_probs_own[: len(tokens)]
-        if count := sample.request.top_logprobs:
+        if sample.request.top_logprobs:
             pairs = zip(row.top_tokens[: len(tokens)], row.top_log_probs, strict=False)
-            completion.top += [dict(zip(ids[:count], values[:count], strict=True)) for ids, values in pairs]
+            completion.top += [dict(zip(ids, values, strict=True)) for ids, values in pairs]
         completion.versions += [sample.row.version, *[version] * len(tokens)][: len(tokens)]
         sample.row.version = version
         self._collected[sample] = None

@@ -179,7 +179,7 @@ class RequestOptions:
         text, and not messages, always may have them.
       model_logprobs: whether the result also has each token's log-probability under the model's own distribution: at
         temperature 1, without penalties and cuts.
-      top_logprobs: how many most likely tokens of each place the result also has, under the model's own distribution; up to 20.
+      top_logprobs: how many most likely tokens of each place the result also has, under the model's own distribution; up to 64.
       logit_bias: token ids, and what is added to their logits before anything else, in [-100, 100]. The log-probabilities of
         the draws are of the changed distribution; `jkv.score` knows neither these changes nor the following ones.
       allowed_token_ids: the only token ids that may be drawn; None for all.

@@ -55,6 +55,7 @@ class Result:
         `update`); -1 in padding.
       routed_experts: `[n, T, L, A]` small integers, with `routed_experts=True`: the experts that each token of prompt and
         completion, as one sequence, went through in each layer that has any; 0 in padding.
+      vocab_size: of the model.
       transcripts: of each sample that was kept or continues a kept one, its conversation over all turns; else None.
     """
 
@@ -77,6 +78,7 @@ class Result:
     routed_experts: np.ndarray | None = None
     model_logprobs: np.ndarray | None = None
     top_logprobs: list[list[dict[int, float]]] | None = None
+    vocab_size: int = 0
 
     def __repr__(self) -> str:
         lines = [
@@ -201,6 +203,7 @@ def make_result(model: Model, samples: Sequence[Sample], run: RunStats, is_trace
         routed_experts=experts_of(model.config, samples),
         model_logprobs=log_probs_own if any(request.model_logprobs for request in requests) else None,
         top_logprobs=[c.top for c in completions] if any(request.top_logprobs for request in requests) else None,
+        vocab_size=model.config.vocab_size,
         slot_bytes=2 * model.params.config.head_size * model.params.embedding.dtype.itemsize,
     )
 

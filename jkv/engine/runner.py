@@ -93,8 +93,9 @@ class Flight:
             steered, hidden, experts = (None if x is None else x[: counts[i], i] for x in by_step)
             goes_on = bool(outputs.is_running[i])
             own = log_prob_own[: counts[i], i].tolist()
-            top = (outputs.top_token, outputs.top_log_prob) if self.rows[i].request.top_logprobs else (None, None)
-            tops = [() if x is None else x[: counts[i], i].tolist() for x in top]
+            num_top = self.rows[i].request.top_logprobs
+            top = (outputs.top_token, outputs.top_log_prob) if num_top else (None, None)
+            tops = [() if x is None else x[: counts[i], i, :num_top].tolist() for x in top]
             return RowOutputs(tokens, log_probs, full, goes_on, dropped, is_read, steered, hidden, experts, own, *tops)
 
         return {i: row(i) for i, sample in self.rows.items() if not sample.is_finished}

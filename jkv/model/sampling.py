@@ -58,7 +58,7 @@ def sum_all(arrays: list[Num[Array, "*N S"]]) -> Any:
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-6, 1e30  # float32, with room for what logits are divided by and into
 LEAST_REPETITION, MOST_REPETITION = 0.01, 100.0  # of any use, and logits stay in the range of float32
 MOST_PENALTY = 2.0  # OpenAI's and vLLM's limit
-MOST_TOP = 20  # most likely tokens of a place that are returned; OpenAI's limit
+MOST_TOP = 64  # most likely tokens of a place that are returned
 DRAWS = ("greedy", "sampled", "truncated")  # the most likely token; a draw from all; a draw of what is not cut
 
 

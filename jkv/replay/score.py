@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import pallas_kernels as kernels
-from jkv.checks import check_counts, typed
+from jkv.checks import check_between, check_counts, typed
 from jkv.errors import refused
 from jkv.model import decoder
 from jkv.model import sampling as distributions
@@ -25,7 +25,8 @@ from jkv.model.experts import check_experts, given_routes
 from jkv.model.padding import check_not_padded, parts_of, without_padding
 from jkv.model.params import Model, Params
 from jkv.model.rotary import rotary_angle
-from jkv.model.sampling import Sampling, SamplingRows, TokenCounts, counts_in_block, rows_of
+from jkv.model.sampling import MOST_TOP, Sampling, SamplingRows, TokenCounts, counts_in_block, rows_of
+from jkv.model.top_tokens import NO_TOKEN, TopTokens, find_top, log_probs_at
 from jkv.reasoning import steering
 from jkv.replay import sealed
 from jkv.replay.columns import Columns, dense_columns, fit_tokens, trace_columns
@@ -56,12 +57,18 @@ class Scores:
 
     Attributes:
       logprobs: `[n, T]` float32, of each completion token under the distribution it was drawn from; 0 in padding.
+      top: the most likely tokens of these distributions: `tokens` and `logprobs`, `[n, T, k]`, best first, and `rest`,
+        `[n, T]`, the log-probability of all others together. None unless asked for.
+      vocab_size: of the model.
     """
 
     logprobs: Float[Array, "n T"]
+    top: TopTokens | None = None
+    vocab_size: int = 0
 
     def __repr__(self) -> str:
-        return f"Scores(logprobs: {self.logprobs.dtype} {list(self.logprobs.shape)})"
+        top = "" if self.top is None else f", top: {self.top.tokens.shape[-1]} tokens"
+        return f"Scores(logprobs: {self.logprobs.dtype} {list(self.logprobs.shape)}{top})"
 
 
 class ReplayAttention(NamedTuple):
@@ -116,6 +123,7 @@ def score(
     max_tokens: int = MAX_TOKENS,
     mesh: AnyMesh | None = None,
     routed_experts: Any = None,
+    top: int = 0,
 ) -> Scores:
     """The log-probability of every completion token in nats: with a full cache, or (`trace=out.trace`) with the compressed one.
 
@@ -134,11 +142,15 @@ def score(
     With top-k or top-p, a token that the scored distribution cuts has `-inf`: compressed and dense distributions may cut
     different tokens.
 
+    With `top=k`, up to 64, `Scores.top` has the k most likely tokens at each place, under the same distribution, such as a
+    teacher's for `jkv.rl.distillation`. Another k compiles another program.
+
     Raises:
       ValueError: tokens without prompts, a trace or experts of another shape, the trace None of a result that recorded none,
-        or a mesh that does not divide the model.
+        a `top` out of its range, or a mesh that does not divide the model.
     """
     params = model.params if isinstance(model, Model) else model
+    check_between(0, MOST_TOP, top=(top := typed("top", top, int)))
     mesh, max_tokens = mesh_of(params, mesh), typed("max_tokens", max_tokens, int)
     check_counts(max_tokens=max_tokens)
     if not isinstance(trace, Trace) and trace != DENSE:
@@ -175,6 +187,9 @@ def score(
     totals = [len(prompt) + count for prompt, count in zip(prompts, counts, strict=True)]
     check_trace(columns, params, totals, is_whole=isinstance(out_or_tokens, Completed))
     experts = None if routed_experts is None else check_experts(routed_experts, params.config, totals)
+    if not num_samples:
+        best = TopTokens(jnp.zeros((*tokens.shape, top), jnp.int32), jnp.zeros((*tokens.shape, top)), jnp.zeros(tokens.shape))
+        return Scores(jnp.zeros(tokens.shape), best if top else None, params.config.vocab_size)
     parts = []
     shards = num_row_shards(mesh)
     most = shards * max(1, max_tokens // round_up(max(totals, default=1)) // shards)
@@ -182,8 +197,9 @@ def score(
         rows = slice(start, min(start + most, num_samples))
         part = None if columns is None else columns.part(rows)
         of_rows = None if experts is None else experts[rows]
-        parts.append(score_rows(params, tokens[rows], prompts[rows], counts[rows], settings[rows], part, mesh, of_rows))
-    return Scores(jnp.concatenate(parts) if parts else jnp.zeros(tokens.shape, jnp.float32))
+        parts.append(score_rows(params, tokens[rows], prompts[rows], counts[rows], settings[rows], part, mesh, of_rows, top))
+    whole = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+    return Scores(whole.log_prob, whole.top, params.config.vocab_size)
 
 
 def check_tokens(params: Params, tokens: np.ndarray, prompts: Sequence[Any]) -> None:
@@ -237,8 +253,9 @@ def score_rows(
     trace: Trace | None,
     mesh: AnyMesh | None = None,
     experts: np.ndarray | None = None,
-) -> Float[Array, "n T"]:
-    """`score` of the rows of one program; those that a mesh needs more are copies of the last."""
+    top: int = 0,
+) -> "TokenScores":
+    """`score` of the rows of one program, by completion; those that a mesh needs more are copies of the last."""
     num_samples, width = tokens.shape
     more = -num_samples % num_row_shards(mesh)
     if more:
@@ -246,21 +263,25 @@ def score_rows(
         rows: Any = ([values[i] for i in index] for values in (prompts, lengths, settings))
         part = None if trace is None else trace.part(np.array(index))
         of_rows = None if experts is None else experts[index]
-        return score_rows(params, tokens[index], *rows, trace=part, mesh=mesh, experts=of_rows)[:num_samples]
+        scores = score_rows(params, tokens[index], *rows, trace=part, mesh=mesh, experts=of_rows, top=top)
+        return jax.tree.map(lambda x: x[:num_samples], scores)
     sequence, starts = join(tokens, prompts, lengths)
     total = sequence.shape[1]
     columns = dense_columns(params.config, num_samples, total) if trace is None else trace_columns(trace, total)
-    log_probs = token_scores(
+    scores = token_scores(
         params,
         jnp.asarray(sequence),
         columns._replace(experts=fit_tokens(experts, total)),
         rows_of(settings),
         start=starts,
         mesh=mesh,
-    ).log_prob
+        top=top,
+    )
     offset = np.arange(width, dtype=np.int32)
-    picked = jnp.take_along_axis(log_probs, np.minimum(starts[:, None] + offset, total - 1), axis=1)
-    return jnp.where(offset < np.array(lengths, np.int32)[:, None], picked, 0.0)
+    row, place = np.arange(num_samples, dtype=np.int32)[:, None], np.minimum(starts[:, None] + offset, total - 1)
+    is_token = offset < np.array(lengths, np.int32)[:, None]
+    picked = jax.tree.map(lambda x: x[row, place], scores)
+    return scores_where(is_token, picked)
 
 
 def join(tokens: np.ndarray, prompts: Sequence[Any], lengths: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -277,10 +298,24 @@ class TokenScores(NamedTuple):
     """Of the distribution that each token is drawn from, in nats; 0 for the first token, which nothing precedes."""
 
     log_prob: Float[Array, "n T"]  # the token's own
-    entropy: Float[Array, "n T"] | None  # the distribution's; None where it is not asked for
+    entropy: Float[Array, "n T"] | None = None  # the distribution's; None where it is not asked for, as what follows
+    top: TopTokens | None = None  # the most likely tokens
+    classes: Float[Array, "n T classes"] | None = None  # the tokens that were asked for, and last all others together
 
 
-@functools.partial(jax.jit, static_argnames=("with_entropy", "mesh", "remat"))
+def scores_where(mask: Any, scores: TokenScores) -> TokenScores:
+    """The scores where the mask is True; elsewhere log-probabilities and entropies of 0, and no most likely tokens."""
+
+    def put(x: Any, fill: float) -> Any:
+        return jnp.where(mask if x.ndim == 2 else mask[..., None], x, jnp.asarray(fill, x.dtype))
+
+    found, top = jax.tree.map(lambda x: put(x, 0), scores), scores.top
+    if top is None:
+        return found
+    return found._replace(top=TopTokens(put(top.tokens, NO_TOKEN), put(top.logprobs, -jnp.inf), put(top.rest, 0)))
+
+
+@functools.partial(jax.jit, static_argnames=("with_entropy", "mesh", "remat", "top"))
 def token_scores(
     params: Params,
     token: Int[Array, "n T"],
@@ -290,16 +325,19 @@ def token_scores(
     mesh: AnyMesh | None = None,
     remat: bool = False,
     with_entropy: bool = False,
+    top: int = 0,
+    asked: Int[Array, "n T k"] | None = None,
 ) -> TokenScores:
-    """The log-probability of each token given those before it, and the entropy. Logits are computed in blocks.
+    """The log-probability of each token given those before it, and what else is asked for. Logits are computed in blocks.
 
+    `top` is how many most likely tokens, and `asked` has other tokens at each place, whose log-probabilities are wanted.
     `start` is where completions begin, which penalties need. With `remat`, a gradient keeps the residual stream alone between
     layers, and computes each layer once more. Cuts are data: another top-p, or the first one, compiles nothing.
     """
-    run = functools.partial(scores_of_rows, remat=remat, with_entropy=with_entropy)
+    run = functools.partial(scores_of_rows, remat=remat, with_entropy=with_entropy, top=top)
     if mesh is None:
-        return run(params, columns, token, settings, start)
-    return on_mesh(run, mesh, params, columns, (token, settings, start))
+        return run(params, columns, token, settings, start, asked)
+    return on_mesh(run, mesh, params, columns, (token, settings, start, asked))
 
 
 def scores_of_rows(
@@ -308,40 +346,40 @@ def scores_of_rows(
     token: Int[Array, "n T"],
     settings: SamplingRows,
     start: Int[Array, " n"] | None,
+    asked: Int[Array, "n T k"] | None,
     *,
     remat: bool,
     with_entropy: bool,
+    top: int,
 ) -> TokenScores:
     """`token_scores` of the rows, and with the heads, of one device."""
     hidden_nTD, count = hidden_states(params, token, columns, remat), counter_of(params, settings, token, start)
 
     @jax.checkpoint
-    def pick(hidden_nID: Float[Array, "n I D"], target_nI: Int[Array, "n I"], position_nI: Int[Array, "n I"]) -> TokenScores:
+    def pick(
+        hidden_nID: Float[Array, "n I D"],
+        target_nI: Int[Array, "n I"],
+        position_nI: Int[Array, "n I"],
+        *asked_nIk: Int[Array, "n I k"],
+    ) -> TokenScores:
         log_probs_nIV = log_distributions(params, hidden_nID, settings, count(position_nI))
         own_nI = jnp.take_along_axis(log_probs_nIV, target_nI[..., None], axis=-1)[..., 0]
-        return TokenScores(own_nI, entropy_of(log_probs_nIV) if with_entropy else None)
+        return TokenScores(
+            own_nI,
+            entropy_of(log_probs_nIV) if with_entropy else None,
+            find_top(log_probs_nIV, top) if top else None,
+            log_probs_at(log_probs_nIV, *asked_nIk) if asked_nIk else None,
+        )
 
-    scores = over_blocks(pick, hidden_nTD, jnp.roll(token, -1, axis=1), positions_of(token))
-    return jax.tree.map(lambda x: jnp.roll(x, 1, axis=1).at[:, 0].set(0.0), scores)
+    following = [jnp.roll(x, -1, axis=1) for x in (token, asked) if x is not None]
+    scores = over_blocks(pick, hidden_nTD, following[0], positions_of(token), *following[1:])
+    return jax.tree.map(lambda x: jnp.roll(x, 1, axis=1).at[:, 0].set(0), scores)
 
 
 def entropy_of(log_probs: Float[Array, "*n V"]) -> Float[Array, "*n"]:
     """The entropy of distributions in nats, from 0 to ln V; tokens that are cut (`-inf`) add nothing."""
     is_there = log_probs > -jnp.inf
     return -(jnp.exp(log_probs) * jnp.where(is_there, log_probs, 0.0)).sum(axis=-1)
-
-
-@jax.jit
-def likely_choices(params: Params, token: Int[Array, "n T"]) -> tuple[Int[Array, "n T top"], Float[Array, "n T top"]]:
-    """The most likely tokens at each place, best first, with a full cache of those before it, and their log-probabilities in
-    nats; zeros at the first.
-    """
-    hidden = hidden_states(params, token, dense_columns(params.config, *token.shape))
-
-    def find(hidden_nID: Float[Array, "n I D"]) -> tuple[Int[Array, "n I top"], Float[Array, "n I top"]]:
-        return distributions.top_log_probs(decoder.unembed(params, hidden_nID), jnp.bool_(True))
-
-    return jax.tree.map(lambda x: jnp.roll(x, 1, axis=1).at[:, 0].set(0), over_blocks(find, hidden))
 
 
 def counter_of(

@@ -11,6 +11,7 @@ Optimisers are the caller's; `python -m research.grpo` is a whole run.
 from jkv.rl.advantages import group_advantages
 from jkv.rl.batch import Batch, log_probs, make_batch
 from jkv.rl.correction import Correction, correct
+from jkv.rl.distillation import distillation, kl_divergence, log_probs_at, teacher_advantages, with_rest
 from jkv.rl.loss import policy_loss
 from jkv.rl.mismatch import Figures, Mismatch, mismatch
 from jkv.rl.overlap import FullOverlap, full_overlap
@@ -22,10 +23,15 @@ __all__ = [
     "FullOverlap",
     "Mismatch",
     "correct",
+    "distillation",
     "full_overlap",
     "group_advantages",
+    "kl_divergence",
     "log_probs",
+    "log_probs_at",
     "make_batch",
     "mismatch",
     "policy_loss",
+    "teacher_advantages",
+    "with_rest",
 ]

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jkv.checks import check_known, counted, shown
 from jkv.engine.results import FAILED, Result, reason_of
@@ -15,9 +15,10 @@ from jkv.model.sampling import SamplingRows, rows_of
 from jkv.pytrees import PyTree, static
 from jkv.replay.columns import Columns, dense_columns, fit_tokens, trace_columns
 from jkv.replay.on_mesh import AnyMesh, mesh_of
-from jkv.replay.score import TokenScores, Trace, join, token_scores
+from jkv.replay.score import Scores, TokenScores, Trace, join, scores_where, token_scores
 from jkv.rl.packed import Packing, columns_for, pack_batch, pad_columns, row_count
 from jkv.rl.ratios import check_pair
+from jkv.rl.teacher import check_teacher
 
 ON_FAILED = ("refuse", "mask", "train")
 
@@ -37,6 +38,7 @@ class Batch(PyTree):
     columns: Columns | None = None  # of the compressed cache, whose replay is trained; None trains the dense policy
     start: Any = None  # [N] int32: where completions begin
     experts: Any = None  # [N, T, L, A]: those that tokens went through; None leaves the choice to the router
+    teacher: TokenScores | None = None  # of the same tokens; log-probability, and the most likely tokens if these are known
     packing: Packing | None = None  # in which the forward pass computes the sequences; None computes the rows as they are
     is_mixed: bool = static(default=False)  # whether several weights may have drawn a row
 
@@ -55,7 +57,7 @@ class Batch(PyTree):
 
 def make_batch(
     out: Result,
-    advantages: Any,
+    advantages: Any = None,
     *,
     replay: bool = False,
     rows: int | None = None,
@@ -64,6 +66,7 @@ def make_batch(
     pack: int | tuple[int, int] | None = None,
     mixed: bool = False,
     failed: str = "refuse",
+    teacher: Scores | None = None,
 ) -> Batch:
     """Rollouts as device arrays, padded to one of a few shapes so that few programs compile.
 
@@ -72,7 +75,7 @@ def make_batch(
 
     Args:
       out: what `jkv.Rollout` or `jkv.generate` returned.
-      advantages: one number a completion, or one a token, `[N, T]` as `out.tokens`.
+      advantages: one number a completion, or one a token, `[N, T]` as `out.tokens`; may be left out where there is a teacher.
       replay: whether to train what was sampled from, under the same evictions, by `out.trace`; else the dense policy.
       rows: of the batch, at least as many as there are completions.
       length: tokens of a row, prompt included, at least as many as the longest has.
@@ -86,11 +89,12 @@ def make_batch(
         `policy_loss` corrects the difference.
       failed: what becomes of completions that ended by a failure (finish reason "error" or "nan"): "refuse" raises, "mask"
         leaves their rows outside of the mask, and "train" takes them as any other. Their rewards are the caller's matter.
+      teacher: what `jkv.score(teacher, out, top=k)` returned for these completions, for `jkv.rl.distillation`.
 
     Raises:
       ValueError: completions that failed, a replay without a trace, experts that were not recorded, a replay of completions
-        that several weights drew, what cannot be packed, shapes that do not belong together, or what is no log-probability or
-        advantage.
+        that several weights drew, what cannot be packed, shapes that do not belong together, what is no log-probability or
+        advantage, or a teacher of other completions or of another vocabulary.
     """
     if not isinstance(out, Result):
         rule = f"make_batch takes rollouts first, then their advantages; got {shown(out)} as rollouts. Pass what they returned."
@@ -112,7 +116,11 @@ def make_batch(
     if replay and not mixed:
         check_versions(getattr(out, "policy_version", None), mask)
     check_pair(out.logprobs, out.logprobs, mask)
-    advantage = spread_advantages(advantages, mask)
+    if teacher is not None:
+        check_teacher(teacher, out, mask)
+    elif advantages is None:
+        raise refused("A batch is trained by advantages or by a teacher; got neither. Pass one.", advantages="missing")
+    advantage = spread_advantages(np.zeros(len(mask)) if advantages is None else advantages, mask)
     sequence, starts = join(out.tokens, out.prompts, lengths.tolist())
     num_rows = fit("rows", rows, len(sequence), row_count(len(sequence)))
     total = fit("length", length, int((starts + lengths).max(initial=1)), sequence.shape[1])
@@ -120,7 +128,7 @@ def make_batch(
 
     def place(values: np.ndarray) -> Array:
         """Values of completion tokens, put where the tokens stand."""
-        placed = np.zeros((num_rows, total), values.dtype)
+        placed = np.zeros((num_rows, total, *values.shape[2:]), values.dtype)
         for i, (start, count) in enumerate(zip(starts, lengths, strict=True)):
             placed[i, start : start + count] = values[i, :count]
         return jnp.asarray(placed)
@@ -134,6 +142,11 @@ def make_batch(
     experts = fit_tokens(need_experts(out), total) if routed_experts else None
     columns: Any = None
     packing = None
+    is_drawn = place(mask)
+    known = None
+    if teacher is not None:
+        known = TokenScores(teacher.logprobs, top=teacher.top)
+        known = scores_where(is_drawn, jax.tree.map(lambda x: place(np.asarray(x)), known))
     if pack is not None:
         ends = (starts + lengths).tolist()
         packing = pack_batch(sequence, ends, out.sampling, trace, experts, pack, (num_rows, total))
@@ -141,13 +154,14 @@ def make_batch(
         columns = jax.tree.map(more, pad_columns(trace_columns(trace, total)))
     return Batch(
         token=jnp.asarray(token),
-        mask=place(mask),
+        mask=is_drawn,
         sampled=place(np.where(mask, np.asarray(out.logprobs, np.float32), np.float32(0))),
         advantage=place(np.where(mask, advantage, np.float32(0))),
         settings=jax.tree.map(more, jax.tree.map(jnp.asarray, rows_of(out.sampling))),
         columns=columns,
         start=more(jnp.asarray(starts)),
         experts=None if experts is None or packing is not None else more(jnp.asarray(experts)),
+        teacher=known,
         packing=packing,
         is_mixed=replay and mixed,
     )
@@ -173,15 +187,22 @@ def log_probs(params: Model | Params, batch: Batch, *, mesh: AnyMesh | None = No
 
 
 def scores_of(
-    params: Model | Params, batch: Batch, *, mesh: AnyMesh | None = None, remat: bool = True, with_entropy: bool = False
+    params: Model | Params,
+    batch: Batch,
+    *,
+    mesh: AnyMesh | None = None,
+    remat: bool = True,
+    with_entropy: bool = False,
+    asked: Int[Array, "N T k"] | None = None,
 ) -> TokenScores:
-    """`log_probs`, and the entropies of the distributions, 0 outside of the mask, where these are asked for."""
+    """`log_probs`, and what else is asked for: the entropies of the distributions, log-probabilities of other tokens."""
     weights = params.params if isinstance(params, Model) else params
     config, token, columns, rows, start = weights.config, batch.token, batch.columns, batch.settings, batch.start
     experts = batch.experts
     if batch.packing is not None:
         columns = columns_for(config, batch.packing, len(token))
         token, experts, rows, start = batch.packing.token, columns.experts, batch.packing.settings, None
+        asked = None if asked is None else batch.packing.packed(asked, batch.mask)
     elif columns is None:
         columns = dense_columns(config, *token.shape)
     wanted: tuple[int, ...] = (len(token), config.num_paged_layers, config.num_kv_heads)
@@ -198,14 +219,11 @@ def scores_of(
             f"{experts.shape}. Make the batch of what this model sampled.",
             batch="does_not_fit",
         )
-    settings = {"start": start, "mesh": mesh_of(weights, mesh), "remat": remat, "with_entropy": with_entropy}
+    settings = {"start": start, "mesh": mesh_of(weights, mesh), "remat": remat, "with_entropy": with_entropy, "asked": asked}
     scores = token_scores(weights, token, columns._replace(experts=experts), rows, **settings)
-
-    def of_batch(value: Array) -> Float[Array, "N T"]:
-        placed = value if batch.packing is None else value.reshape(-1)[batch.packing.place]
-        return jnp.where(batch.mask, placed, 0.0)
-
-    return jax.tree.map(of_batch, scores)
+    if batch.packing is not None:
+        scores = jax.tree.map(batch.packing.unpacked, scores)
+    return scores_where(batch.mask, scores)
 
 
 def failed_rows(out: Result, failed: str = "refuse") -> np.ndarray:

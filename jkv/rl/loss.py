@@ -21,15 +21,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jkv.checks import check_known, typed
+from jkv.checks import typed
 from jkv.errors import refused
 from jkv.model.params import Model, Params
 from jkv.replay.on_mesh import AnyMesh
 from jkv.rl.batch import Batch, scores_of
 from jkv.rl.correction import Correction, correct
-from jkv.rl.ratios import bounded, log_ratio, row_means, share
-
-MEANS = ("tokens", "sequences")
+from jkv.rl.ratios import bounded, check_mean, log_ratio, mean_loss, share
 
 
 def policy_loss(
@@ -87,7 +85,8 @@ def policy_loss(
         denominator that is not positive, or a mesh that `log_probs` refuses.
     """
     fall, rise = parse_clip(clip)
-    check_settings(mean, reference, beta, entropy_bonus, denominator)
+    check_settings(reference, beta, entropy_bonus)
+    check_mean(mean, denominator)
     scores = scores_of(params, batch, mesh=mesh, remat=remat, with_entropy=True)
     current, entropy = scores.log_prob, scores.entropy
     assert entropy is not None
@@ -118,13 +117,7 @@ def policy_loss(
         loss_NT = loss_NT + beta * kl_NT
         metrics["kl"] = share(kl_NT, batch.mask)
     metrics |= {f"correction_{name}": value for name, value in correction.metrics.items()}
-    loss, counts = loss_NT, batch.mask
-    if mean == "sequences":
-        loss, counts = row_means(loss_NT, batch.mask), batch.mask.any(axis=1)
-    if denominator is None:
-        value = share(loss, counts)
-    else:
-        value = jnp.where(counts, loss, 0.0).sum() / jnp.asarray(denominator, jnp.float32)
+    value = mean_loss(loss_NT, batch.mask, mean, denominator)
     return value, (metrics, fixed) if return_log_probs else metrics
 
 
@@ -164,21 +157,14 @@ def parse_clip(clip: float | tuple[float, float]) -> tuple[float, float]:
     return fall, rise
 
 
-def check_settings(mean: str, reference: Any, beta: float, entropy_bonus: Any, denominator: Any) -> None:
+def check_settings(reference: Any, beta: float, entropy_bonus: Any) -> None:
     """Refuses settings that make no loss."""
     if not isinstance(entropy_bonus, jax.Array) and not math.isfinite(typed("entropy_bonus", entropy_bonus, float)):
         rule = f"entropy_bonus must be finite, the weight of the entropy, as 0.001; got {entropy_bonus}."
         raise refused(rule, entropy_bonus="out_of_range")
-    check_known(MEANS, mean=mean)
     if (beta != 0) != (reference is not None) or not beta >= 0:
         raise refused(
             f"beta, at least 0, holds the policy near to a reference, so both or none are given; got {beta=} and "
             f"{'no reference' if reference is None else 'a reference'}. Score it with log_probs(reference_params, batch).",
             beta="conflict",
-        )
-    if isinstance(denominator, int | float) and not denominator > 0:
-        raise refused(
-            f"denominator must be positive, the number of tokens (or sequences) of the whole batch; got {denominator}. "
-            "Take batch.mask.sum(), or batch.mask.any(axis=1).sum().",
-            denominator="out_of_range",
         )

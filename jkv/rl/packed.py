@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jkv.errors import refused
 from jkv.model.params import ModelConfig
@@ -27,6 +28,16 @@ class Packing(PyTree):
     place: Any  # [N, T] int32: where each token of a sequence lies, counted through all packed rows
     is_replayed: bool = static()  # whether the columns are a compressed cache's
     num_sequences: int = static()  # N, of the whole batch
+
+    def packed(self, values: Array, mask: Array) -> Array:
+        """What belongs to tokens, `[N, T, ...]`, at their places in packed rows, `[B, P, ...]`; zeros where none lies."""
+        empty = jnp.zeros((self.token.size, *values.shape[2:]), values.dtype)
+        place = jnp.where(mask, self.place, self.token.size)
+        return empty.at[place].set(values, mode="drop").reshape(*self.token.shape, *values.shape[2:])
+
+    def unpacked(self, values: Array) -> Array:
+        """What belongs to the tokens of packed rows, `[B, P, ...]`, by sequence, `[N, T, ...]`; padding has any token's."""
+        return values.reshape(-1, *values.shape[2:])[self.place]
 
 
 def pack_batch(

@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from jkv.checks import check_known
 from jkv.errors import refused
 
+MEANS = ("tokens", "sequences")
 LARGEST = 20.0  # nats that a token's two log-probabilities may differ by; beyond, the ratio stays e^20 or e^-20
 
 
@@ -30,6 +32,34 @@ def row_means(value: Float[Array, "N T"], mask: Bool[Array, "N T"]) -> Float[Arr
 def share(value: Array, mask: Bool[Array, "*N"]) -> Float[Array, ""]:
     """The mean where the mask is True; 0 where it never is."""
     return jnp.where(mask, value.astype(jnp.float32), 0.0).sum() / jnp.maximum(mask.sum(dtype=jnp.float32), 1.0)
+
+
+def mean_loss(loss: Float[Array, "N T"], mask: Bool[Array, "N T"], mean: str, denominator: Any = None) -> Float[Array, ""]:
+    """The mean over all "tokens" of the mask alike, or over "sequences", each the mean of its tokens.
+
+    The sum is divided by `denominator`; None is the number of tokens, or of sequences that have any.
+    """
+    counts = mask
+    if mean == "sequences":
+        loss, counts = row_means(loss, mask), mask.any(axis=1)
+    if denominator is None:
+        return share(loss, counts)
+    return jnp.where(counts, loss, 0.0).sum() / jnp.asarray(denominator, jnp.float32)
+
+
+def check_mean(mean: str, denominator: Any) -> None:
+    """Refuses what `mean_loss` does not know.
+
+    Raises:
+      ValueError: another mean, or a denominator that is not positive.
+    """
+    check_known(MEANS, mean=mean)
+    if isinstance(denominator, int | float) and not denominator > 0:
+        raise refused(
+            f"denominator must be positive, the number of tokens (or sequences) of the whole batch; got {denominator}. "
+            "Take batch.mask.sum(), or batch.mask.any(axis=1).sum().",
+            denominator="out_of_range",
+        )
 
 
 def check_pair(dense: Any, sampled: Any, mask: Any) -> None:
@@ -63,9 +93,9 @@ def check_values(name: str, value: np.ndarray, mask: np.ndarray, may_be_cut: boo
     if not may_be_cut:
         is_bad |= np.isneginf(shown)
     if is_bad.any():
-        i, t = (int(index) for index in np.argwhere(is_bad)[0])
+        place = tuple(int(index) for index in np.argwhere(is_bad)[0])
         raise refused(
-            f"{name} must hold log-probabilities, finite and at most 0, where mask is True; got {shown[i, t]} at [{i}, {t}]. "
-            "Leave rows that ended with the reason nan out of the mask, and take logarithms of probabilities.",
+            f"{name} must hold log-probabilities, finite and at most 0, where mask is True; got {shown[place]} at "
+            f"{list(place)}. Leave rows that ended with the reason nan out of the mask, and take logarithms of probabilities.",
             **{name: "out_of_range"},
         )

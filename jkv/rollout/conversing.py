@@ -314,7 +314,8 @@ class Conversing:
         """
         left = self.limits.left(item) - len(reply)
         keep = len(item.earlier) + 2 < self.limits.max_turns
-        settings = {"keep": keep, "max_new_tokens": self.limits.of_turn(left), "stop_ids": self.stop_ids}
+        settings: dict[str, Any] = {"keep": keep, "max_new_tokens": self.limits.of_turn(left), "stop_ids": self.stop_ids}
+        settings["top_logprobs"] = item.first.request.top_logprobs
         with self.callers.alone():
             ticket = self.engine.extend(item.ticket, reply, **settings)
             self.engine.take([item.ticket])

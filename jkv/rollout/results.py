@@ -11,6 +11,7 @@ from jkv.engine.samples import Sample
 from jkv.engine.stats import RunStats
 from jkv.errors import refused
 from jkv.model.params import Model
+from jkv.model.top_tokens import LEAST_REST, NO_TOKEN, TopTokens
 from jkv.reasoning.marks import completion_decoder
 
 
@@ -27,6 +28,9 @@ class Rollouts(Result):
       sample_index: `[N]` index of each sample among those of its prompt.
       seeds: `[N]` seed of each sample's draws: given, or fresh entropy.
       pad_id: the padding token.
+      top: the most likely tokens at each place under the model's own distribution, if `top_logprobs=k` asked for them, as
+        arrays: `tokens` and `logprobs`, `[N, T, k]`, best first, and `rest`, `[N, T]`, the log-probability of all others
+        together. Token -1 with `-inf` stands where there is none: in replies and padding, and beyond what a sample asked for.
     """
 
     mask: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 0), bool))
@@ -34,6 +38,7 @@ class Rollouts(Result):
     sample_index: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
     seeds: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
     pad_id: int = 0
+    top: TopTokens | None = None
 
     def ragged(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Each completion's tokens (int32) and their log-probabilities (float32), without padding."""
@@ -80,6 +85,11 @@ class Item:
     reason: str = ""
 
     @property
+    def turns(self) -> list[tuple[Sample, np.ndarray]]:
+        """Its turns, each with the reply after it; none follows the last one."""
+        return [*self.earlier, (self.sample, np.zeros(0, np.int32))]
+
+    @property
     def first(self) -> Sample:
         """The sample of its first turn."""
         return self.earlier[0][0] if self.earlier else self.sample
@@ -87,8 +97,7 @@ class Item:
     @property
     def num_tokens(self) -> int:
         """Tokens after the prompt."""
-        turns = sum(turn.completion.num_tokens + len(reply) for turn, reply in self.earlier)
-        return turns + self.sample.completion.num_tokens
+        return sum(turn.completion.num_tokens + len(reply) for turn, reply in self.turns)
 
     def drop_empty_turn(self) -> None:
         """Forgets a last turn that ended before its first token, and the reply that it would have read."""
@@ -99,7 +108,7 @@ class Item:
     def columns(self) -> dict[str, np.ndarray]:
         """The fields of `Rollouts` after the prompt, `[T]`."""
         fields: dict[str, list[Any]] = {name: [] for name in FILL}
-        for turn, reply in [*self.earlier, (self.sample, np.zeros(0, np.int32))]:
+        for turn, reply in self.turns:
             drawn, count = turn.completion, len(reply)
             fields["tokens"] += [*drawn.tokens, *reply.tolist()]
             fields["mask"] += [True] * drawn.num_tokens + [False] * count
@@ -107,6 +116,10 @@ class Item:
             fields["logprobs_full"] += [*drawn.log_probs_full, *[0.0] * count]
             fields["policy_version"] += [*drawn.versions, *[-1] * count]
         return {name: np.array(values, FILL[name].dtype) for name, values in fields.items()}
+
+    def top(self) -> list[dict[int, float]]:
+        """The most likely tokens of each token after the prompt, none for replies."""
+        return [place for turn, reply in self.turns for place in (*turn.completion.top, *({} for _ in reply))]
 
 
 FILL = {  # what stands where a sample has no token; the padding token replaces that of `tokens`
@@ -133,6 +146,8 @@ def gather(model: Model, items: Sequence[Item], stats: RunStats, is_traced: bool
         arrays[name] = np.full((len(items), np.max(lengths, initial=0)), fill)
         for row, column in zip(arrays[name], columns, strict=True):
             row[: len(column[name])] = column[name]
+    num_top = max((item.first.request.top_logprobs for item in items), default=0)
+    tops = [item.top() for item in items] if num_top else []
     fields = {field.name: getattr(result, field.name) for field in dataclasses.fields(Result)}
     return Rollouts(
         **fields
@@ -141,12 +156,27 @@ def gather(model: Model, items: Sequence[Item], stats: RunStats, is_traced: bool
             "lengths": lengths,
             "prompts": [item.first.request.prompt for item in items],
             "finish_reason": [item.reason or item.sample.completion.finish_reason for item in items],
+            "top_logprobs": tops if num_top else None,
         },
+        top=top_tokens(tops, arrays["tokens"].shape[1], num_top, model.config.vocab_size) if num_top else None,
         prompt_index=np.array([item.prompt for item in items], np.int32),
         sample_index=np.array([item.index for item in items], np.int32),
         seeds=np.array([sample.request.seed for sample in samples], np.int64),
         pad_id=pad_id,
     )
+
+
+def top_tokens(tops: Sequence[Sequence[dict[int, float]]], width: int, count: int, vocab_size: int) -> TopTokens:
+    """The most likely tokens of samples as arrays of `width` tokens and `count` choices."""
+    shape = len(tops), width, count
+    found = TopTokens(np.full(shape, NO_TOKEN, np.int32), np.full(shape, -np.inf, np.float32), np.zeros(shape[:2], np.float32))
+    for row, places in enumerate(tops):
+        for t, place in enumerate(places):
+            found.tokens[row, t, : len(place)], found.logprobs[row, t, : len(place)] = list(place), list(place.values())
+    total = np.exp(found.logprobs.astype(np.float64)).sum(axis=-1)
+    rest = np.log(np.maximum(1 - total, LEAST_REST))
+    is_all = (found.tokens != NO_TOKEN).sum(axis=-1) == vocab_size
+    return found._replace(rest=np.where(is_all, -np.inf, rest).astype(np.float32))
 
 
 def write_text(tokenizer: Any, item: Item) -> None:

@@ -57,6 +57,8 @@ class Rollout(Session):
         they have a `prompt_mask`.
       prompt_piece: tokens of a prompt that are prefilled before its first compaction, so that long prompts need no more slots
         than short ones: see `jkv.RequestOptions`.
+      top_logprobs: how many most likely tokens of each place `Rollouts.top` has, under the model's own distribution, if a call
+        names no other number; up to 64.
       settings: of the engine by name, such as `max_running`, `page_size`, `kv_memory` and `mesh`: see `jkv.EngineOptions`. A
         mesh with an axis "data" has an engine of these sizes for each of its rows.
 
@@ -82,6 +84,7 @@ class Rollout(Session):
         n: int = 1,
         pad_id: int | None = None,
         prompt_piece: int | None = None,
+        top_logprobs: int = 0,
         **settings: Any,
     ) -> None:
         check_counts(max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens, n=n, prompt_piece=prompt_piece)
@@ -93,8 +96,9 @@ class Rollout(Session):
         max_prompt_tokens, max_new_tokens = fit_lengths(model.config.max_positions, max_prompt_tokens, max_new_tokens)
         policy = spread_policies(policy, 1, model.params, options.kv_format)[0]
         limits = max_prompt_tokens, max_new_tokens, prompt_piece
-        defaults = Defaults(policy, n, *limits, check_pad(model, pad_id), prompt_pad=pad_id)
+        defaults = Defaults(policy, n, *limits, check_pad(model, pad_id), prompt_pad=pad_id, top_logprobs=top_logprobs)
         widest: Any = {"n": max(n, 2), "max_new_tokens": max_new_tokens, "prompt_piece": prompt_piece}
+        widest["top_logprobs"] = top_logprobs
         request_options = RequestOptions(policy=policy, stop_ids=(), **widest)
         longest = make_requests(model, [np.zeros(max_prompt_tokens, np.int32)], request_options)
         later = [[dataclasses.replace(one, num_kept=1) for one in group] for group in longest]  # a turn of `converse` is wider

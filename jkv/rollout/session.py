@@ -35,6 +35,7 @@ class SampleOptions(TypedDict, total=False):
     Attributes:
       n, max_new_tokens, stop_ids, stop_strings, first_sample, cache_salt, parse_special, form: see
         `jkv.RequestOptions`.
+      top_logprobs: how many most likely tokens of each place `Rollouts.top` has, up to 64; 0 is none.
       sampling: None is temperature 1 without cuts and penalties, as a policy gradient needs it.
       seed: replaces the sampling's seed; if both are None, fresh entropy is drawn, and `stats.seed` reports it. An equal seed
         gives equal tokens, whatever else is in the batch.
@@ -55,6 +56,7 @@ class SampleOptions(TypedDict, total=False):
     cache_salt: str
     parse_special: bool
     form: Form | None
+    top_logprobs: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +74,7 @@ class Defaults:
     prompt_piece: int | None
     pad_id: int
     prompt_pad: int | None
+    top_logprobs: int = 0
 
     def check_lengths(self, prompts: Sequence[np.ndarray], max_new_tokens: int | None) -> None:
         """Refuses lengths above the limits of this rollout."""
@@ -266,6 +269,7 @@ class Session:
         seed: int | None = None,
         max_new_tokens: int | None = None,
         prompt_mask: Any = None,
+        top_logprobs: int | None = None,
         **options: Any,
     ) -> list[list[Request]]:
         """The checked requests of each prompt."""
@@ -279,6 +283,7 @@ class Session:
         drawing = drawing if seed is None else dataclasses.replace(drawing, seed=seed)
         limit = max_new_tokens or defaults.max_new_tokens
         own: Any = {"policy": defaults.policy, "prompt_piece": defaults.prompt_piece}
+        own["top_logprobs"] = defaults.top_logprobs if top_logprobs is None else top_logprobs
         return make_requests(model, ids, RequestOptions(sampling=drawing, max_new_tokens=limit, n=n, **own, **options))
 
     def _check_trace(self, return_trace: bool) -> None:

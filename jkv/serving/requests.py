@@ -18,7 +18,7 @@ from jkv.errors import InputError
 from jkv.eviction import Policy
 from jkv.forms import Form
 from jkv.model.params import Model
-from jkv.model.sampling import MOST_TOP, SAMPLING_FIELDS, Sampling
+from jkv.model.sampling import SAMPLING_FIELDS, Sampling
 from jkv.policies import POLICIES, make
 from jkv.policies.own import is_own
 from jkv.serving.errors import NAMES
@@ -53,6 +53,7 @@ IN_TEMPLATES = {  # names that rendering itself gives to a template: those of a 
 }
 TOOL_CHOICES = ("auto", "none")
 LIMITS = ("max_tokens", "max_completion_tokens")
+MOST_TOP = 20  # most likely tokens of a place that a client may ask for: OpenAI's limit
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"  # vLLM's names of distributions: the model's own, and what is drawn from
 

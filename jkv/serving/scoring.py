@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from jkv.model.params import Model
-from jkv.replay.score import likely_choices, round_up, score
+from jkv.replay.score import score
 from jkv.serving.errors import RefusalError
+from jkv.serving.requests import MOST_TOP
 from jkv.serving.responses import Likely
 
 
@@ -55,10 +56,10 @@ def likely_tokens(model: Model, prompt: np.ndarray, count: int) -> list[Likely]:
     """How likely each token of a prompt is, from the second on, and the `count` best ones of its place."""
     length = len(prompt) - 1
     tokens = prompt[None, 1:].astype(np.int32)
-    log_probs = np.asarray(score(model, tokens, prompts=[prompt[:1]], lengths=[length]).logprobs)[0, :length].tolist()
-    if not count:
+    scores = score(model, tokens, prompts=[prompt[:1]], lengths=[length], top=MOST_TOP if count else 0)  # two programs
+    log_probs = np.asarray(scores.logprobs)[0].tolist()
+    if scores.top is None:
         return [Likely(log_prob, {}) for log_prob in log_probs]
-    padded = np.zeros((1, round_up(len(prompt))), np.int32)
-    padded[0, : len(prompt)] = prompt
-    choices, best = (np.asarray(x)[0, 1 : len(prompt), :count].tolist() for x in likely_choices(model.params, padded))
+    most = min(count, model.config.vocab_size)
+    choices, best = (np.asarray(x)[0, :, :most].tolist() for x in (scores.top.tokens, scores.top.logprobs))
     return [Likely(log_prob, dict(zip(*place, strict=True))) for log_prob, *place in zip(log_probs, choices, best, strict=True)]

@@ -143,7 +143,7 @@ def test_guesses_change_no_token(engine):
         ({"bad_words": [[1]] * 33}, "bad_words"),
         ({"bad_words": ["a"]}, "bad_words"),
         ({"min_tokens": -1}, "min_tokens"),
-        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": 65}, "top_logprobs"),
         ({"forced_tokens": [3], "allowed_token_ids": [1]}, "allowed_token_ids"),
         ({"forced_tokens": [3], "min_tokens": 1}, "min_tokens"),
     ],

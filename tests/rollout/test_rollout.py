@@ -94,6 +94,27 @@ def test_a_full_cache_samples_what_a_dense_forward_pass_scores(model, temperatur
     assert (last[ended] == 3).all()  # the end token is there, and has its log-probability
 
 
+def test_the_most_likely_tokens_are_arrays_padded_to_one_shape(model):
+    rollout = make_rollout(model, top_logprobs=3)
+    out = rollout(PROMPTS, n=1, sampling=jkv.Sampling(0.7), seed=1, stop_ids=(3,))
+    own = jkv.score(model, out, sampling=jkv.Sampling(), top=3)  # at temperature 1
+    assert out.vocab_size == own.vocab_size
+    for one, other in zip(out.top, own.top, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-4)
+    assert not out.mask.all()
+    assert (out.top.tokens[~out.mask] == -1).all()
+    assert [len(places) for places in out.top_logprobs] == out.lengths.tolist()
+    other = rollout(PROMPTS[:1], n=1, seed=1, top_logprobs=40)
+    assert other.top.tokens.shape[-1] == 40  # of 32
+    assert np.isneginf(other.top.rest[other.mask]).all()
+    assert rollout(PROMPTS[:1], n=1, seed=1, top_logprobs=0).top is None
+    talks = rollout.converse(PROMPTS[:1], lambda turn: [5, 6], max_turns=2, max_turn_tokens=4, seed=1, stop_ids=())
+    assert (talks.top.tokens[..., 0] >= 0).tolist() == talks.mask.tolist()
+    for wrong in (65, -1, 2.5):
+        with pytest.raises(jkv.InputError, match="top_logprobs must"):
+            rollout(PROMPTS[:1], top_logprobs=wrong)
+
+
 def test_greedy_tokens_have_the_log_probabilities_of_temperature_one(model):
     out = make_rollout(model)(PROMPTS[:1], n=1, sampling=jkv.Sampling(temperature=0.0), stop_ids=())
     np.testing.assert_allclose(jkv.score(model, out, sampling=jkv.Sampling()).logprobs, out.logprobs, atol=1e-5)

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 import jkv
 from jkv.replay.on_mesh import mesh_of
-from jkv.rl import log_probs, make_batch, policy_loss
+from jkv.rl import distillation, log_probs, make_batch, policy_loss
 from jkv.testing import TINY, tiny_model
 from tests.support.mixes import LOOSE, BreakingTokenizer
 
@@ -73,6 +73,19 @@ def test_scores_are_those_of_one_device(model, out):
     end = out.trace.end.copy()
     end[..., :3] = np.minimum(end[..., :3], 4)  # as if the first tokens had been evicted at once
     assert np.abs(np.asarray(jkv.score(split, out, out.trace.replace(end=end)).logprobs) - wanted).max() > 1e-3
+
+
+def test_a_student_on_a_mesh_learns_as_on_one_device(model):
+    settings = {"sampling": jkv.Sampling(seed=3), "max_new_tokens": 12, "page_size": 4, "stop_ids": (), "n": 2}
+    out = jkv.generate(model, PROMPTS, policy=POLICIES["r_kv"], return_trace=True, progress=False, **settings)
+    teacher = jkv.score(model, out, top=4)
+    batch = make_batch(out, teacher=teacher, replay=True, rows=8)
+    wanted, on = distillation(model.params, batch)[0], mesh_on((2, 2))
+    split = jkv.shard(model.params, on)
+    assert float(wanted) > 1e-3
+    assert float(distillation(split, batch)[0]) == pytest.approx(float(wanted), abs=1e-5)
+    for one, other in zip(jkv.score(split, out, top=4).top, teacher.top, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
 
 
 def test_packed_rows_are_split(model):
