@@ -27,6 +27,7 @@ from jkv.analysis.analysis import Analysis, analyze
 from jkv.analysis.calibration import calibrate
 from jkv.analysis.foresee import foresee
 from jkv.analysis.recall import Recall, recall
+from jkv.checkpoints.adapters import load_adapter
 from jkv.checkpoints.loading import load
 from jkv.checkpoints.saved_weights import restore, save
 from jkv.checkpoints.state_dicts import params_from
@@ -133,6 +134,7 @@ __all__ = [
     "generate",
     "join_weights",
     "load",
+    "load_adapter",
     "ngram",
     "params_from",
     "plan",

@@ -134,6 +134,7 @@ GROUPS: Mapping[str, Group] = {
             "jkv.Model",
             "jkv.ModelConfig",
             "jkv.Params",
+            "jkv.load_adapter",
             "jkv.params_from",
             "jkv.save",
             "jkv.restore",
