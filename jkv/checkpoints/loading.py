@@ -362,8 +362,8 @@ def warn_of_adapter(folder: Path) -> None:
         )
     if found and not (folder / "config.json").exists():
         raise refused(
-            f"{folder} must contain a full checkpoint, got the adapter {found[0]} alone. Load its base model, and the adapter with "
-            "jkv.load_adapter; or merge both with merge_and_unload of peft, save that, and load its folder.",
+            f"{folder} must contain a full checkpoint, got the adapter {found[0]} alone. Load its base model, and "
+            "the adapter with jkv.load_adapter; or merge both with merge_and_unload of peft, save that, and load its folder.",
             folder="invalid",
         )
 

@@ -13,7 +13,7 @@ from tests.support.checkpoints import GOLDEN, dense_logits, golden_tensors, with
 
 MODULES = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj", "mlp.up_proj")
 FUSED = ("self_attn.qkv_proj", "mlp.gate_up_proj", "self_attn.o_proj")
-TOKENS = jnp.asarray([[3, 1, 4, 1, 5, 9]], jnp.int32)
+TOKENS = jnp.asarray([3, 1, 4, 1, 5, 9], jnp.int32)
 CONFIG = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "bias": "none", "init_lora_weights": True, "lora_dropout": 0.1}
 
 
