@@ -69,7 +69,7 @@ UNREAD = frozenset(  # fields of adapter_config.json that change no number, or n
         *("revision", "runtime_config", "task_type", "ensure_weight_tying"),
     }
 )
-PLAIN = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, "gaussian", "eva", "orthogonal")}
+PLAIN = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal")}
 
 
 def load_adapter(model: Model, folder: Folder) -> Model:
@@ -109,9 +109,9 @@ def check_config(fields: Mapping[str, Any], where: str) -> None:
             wanted = " or ".join(map(repr, PLAIN.get(name, (None,))))
             rule = f"{where}: {name} must be {wanted}, got {shown(value)}. Merge the adapter into its base model with peft."
             raise refused(rule, **{name: "unsupported"})
-    for name, rule in {"rank_pattern": RULES["r"], "alpha_pattern": RULES["lora_alpha"]}.items():
+    for name, each in {"rank_pattern": RULES["r"], "alpha_pattern": RULES["lora_alpha"]}.items():
         pattern = fields.get(name) or {}
-        check_fields(pattern, dict.fromkeys(pattern, rule), f"{where}: {name}")
+        check_fields(pattern, dict.fromkeys(pattern, each), f"{where}: {name}")
         if odd := [key for key in pattern if not re.fullmatch(r"[\w.]+", key)]:
             rule = f"{where}: {name} must have names of modules as keys, got {shown(odd[0])}. Write the names out."
             raise refused(rule, **{name: "unsupported"})
