@@ -16,7 +16,7 @@ constexpr int kOutputs = 4;                          // that are multiplied at o
 constexpr int kFewRows = 4;                          // whose sums the registers hold beside those blocks
 constexpr int kTileRows = kWide == 16 ? 4 : 2;       // the same beside floats
 constexpr int64_t kTileOutputs = 32, kTileBytes = 1 << 18;
-constexpr int64_t kTurn = 1 << 20;                   // multiplications for which it pays to wake another thread
+constexpr int64_t kTurn = 1 << 18;                   // multiplications for which it pays to wake another thread
 
 inline float Half(const uint8_t* from) {
   uint16_t bits;

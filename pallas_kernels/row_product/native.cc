@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kInputs = 8;       // that are added to a sum in a register before it is stored
 constexpr int64_t kOutputs = 64;     // columns of the smallest piece of work
-constexpr int64_t kTurn = 1 << 21;   // bytes of matrices for which it pays to wake another thread
+constexpr int64_t kTurn = 1 << 19;   // bytes of matrices for which it pays to wake another thread
 constexpr int kMostRows = kWide == 16 ? 8 : 4;  // rows whose sums the registers hold
 
 // How a matrix stores numbers, and a vector of them as floats.
