@@ -22,7 +22,8 @@ from jkv.evaluation.problems import preset_of
 from jkv.eviction.view import check_score
 from jkv.reasoning.steering import load_vector
 from jkv.replicas.options import RayOptions
-from jkv.rl.loss import check_settings, parse_clip
+from jkv.rl.loss import parse_clip
+from jkv.rl.ratios import check_mean
 from jkv.serving.errors import NAMES
 from jkv.serving.options import ServerOptions
 from jkv.testing import random_view, tiny_model
@@ -72,7 +73,7 @@ REFUSED = [  # a call, the argument that it names, and the kind of mistake
     (lambda: jkv.rl.group_advantages([1.0, 2.0], n=1), "n", "out_of_range"),
     (lambda: jkv.rl.group_advantages([1.0, float("nan")], n=2), "rewards", "out_of_range"),
     (lambda: jkv.rl.correct(ONES, ONES, MASK, mode="all"), "mode", "unknown_name"),
-    (lambda: check_settings("row", None, 0.0, 0.0, None), "mean", "unknown_name"),
+    (lambda: check_mean("row", None), "mean", "unknown_name"),
     (lambda: parse_clip((1.5, 0.2)), "clip", "out_of_range"),
     (lambda: jkv.rl.mismatch(ONES, ONES, MASK, buckets=(5, 1)), "buckets", "invalid"),
     (lambda: jkv.Device("mine", "npu", 1), "platform", "unknown_name"),
