@@ -201,8 +201,8 @@ def teacher_advantages(teacher: Any, sampled: Any, mask: Any) -> np.ndarray:
     Raises:
       ValueError: arrays of different shapes, what is no log-probability, or no drawn token.
 
-    >>> teacher_advantages(np.log([[0.5, 0.1]]), np.log([[0.25, 0.2]]), np.ones((1, 2), bool)).round(3).tolist()
-    [[0.693, -0.693]]
+    >>> print(teacher_advantages(np.log([[0.5, 0.1]]), np.log([[0.25, 0.2]]), np.ones((1, 2), bool)).round(3))
+    [[ 0.693 -0.693]]
     """
     check_pair(teacher, sampled, mask)
     mask = np.asarray(mask)
