@@ -56,17 +56,9 @@ RULES = {
 }
 UNREAD = frozenset(  # fields of adapter_config.json that change no number, or nothing but training
     {
-        *("auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "exclude_modules", "inference_mode"),
-        *(
-            "layers_pattern",
-            "loftq_config",
-            "lora_dropout",
-            "megatron_config",
-            "megatron_core",
-            "peft_version",
-            "qalora_group_size",
-        ),
-        *("revision", "runtime_config", "task_type", "ensure_weight_tying"),
+        *("auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules"),
+        *("inference_mode", "layers_pattern", "loftq_config", "lora_dropout", "megatron_config", "megatron_core"),
+        *("peft_version", "qalora_group_size", "revision", "runtime_config", "task_type"),
     }
 )
 PLAIN = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal")}

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jkv.checkpoints.adapters import CONFIG, TENSORS
 from jkv.checkpoints.architectures import config_fields, parse_config
 from jkv.checkpoints.cards import card_of, read_card
 from jkv.checkpoints.chat_template import has_chat_template
@@ -43,7 +44,6 @@ from pallas_kernels.models import FILES
 from pallas_kernels.native_target import why_left_to_xla
 
 MAX_SMALL = 1 << 20  # bytes of config.json and generation_config.json
-ADAPTER = ("adapter_config.json", "adapter_model.safetensors")  # as peft names them
 REPOSITORY = "https://github.com/jkv-project/jkv"
 ELSEWHERE = {"tiny-reasoner-2": "research/assets/tiny-reasoner-2"}  # in the repository
 SMALL_FILES = ["*.json", "*.txt", "*.jinja", "tokenizer.model"]
@@ -353,7 +353,7 @@ def warn_of_no_draws(fields: Mapping[str, Any], where: str) -> None:
 
 def warn_of_adapter(folder: Path) -> None:
     """Warns of a low-rank adapter in the folder of a full checkpoint."""
-    found = [name for name in ADAPTER if find_file(folder / name)]
+    found = [name for name in (CONFIG, TENSORS) if find_file(folder / name)]
     if found and (folder / "config.json").exists():
         warnings.warn(
             f"{folder / found[0]}: the adapter is not applied, the full checkpoint in this folder is loaded without it. Merge "

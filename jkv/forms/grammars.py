@@ -59,7 +59,7 @@ class Tokens:
         self.special_token_ids = (self.eos_token_id,)
 
     def __call__(self, text: bytes) -> list[int]:
-        """No tokens: parsers ask for those of a text where they may force it (`NO_FORCING`)."""
+        """No tokens: parsers only ask for the tokens of texts that they force, and they force none (`NO_FORCING`)."""
         return []
 
 

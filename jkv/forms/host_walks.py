@@ -52,7 +52,7 @@ class HostWalk:
         self._begin_answer()
 
     def after(self, tokens: Sequence[int]) -> "HostWalk":
-        """Itself after all tokens so far, of which earlier calls have had the first."""
+        """Moves on to the end of these tokens, which begin with the tokens of the last call. Returns itself."""
         before = self.rules.before
         for token in tokens[self.num_tokens :]:
             is_text = self.rules.is_text[token]

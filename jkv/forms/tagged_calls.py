@@ -76,7 +76,7 @@ def check_name(name: str, found: Any) -> None:
 
 
 def value_in_tags(reader: Reader, schema: Any, types: set[str], where: str) -> Expression:
-    """The texts that are read as values of a schema; those of string types stand for themselves."""
+    """The texts that are read as values of a schema. A string stands without quotes and escapes; any other value is JSON."""
     if "string" not in types:
         return reader.read(schema, where)
     rest = {name: value for name, value in schema.items() if name not in ("anyOf", "oneOf")}

@@ -31,7 +31,7 @@ class Vocabulary:
       texts: marks that may also be written letter by letter.
       think: the mark that begins thinking, and those that end it.
       always_thinks: whether each completion has a mark that ends thinking, as in the harmony format.
-      drops_space: whether a text loses the space with which its first token begins, as those of SentencePiece do.
+      drops_space: whether the tokenizer drops the space at a text's beginning, as SentencePiece does.
     """
 
     symbols: np.ndarray
