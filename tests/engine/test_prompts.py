@@ -11,6 +11,7 @@ import transformers
 from tokenizers import processors
 
 import jkv
+from jkv.checkpoints import adapters
 from jkv.checkpoints import loading as checkpoint
 from jkv.checkpoints.family import GENERATION, PENALTIES, SAMPLING, UNUSED, UNUSED_CUTS
 from jkv.engine import memory
@@ -281,7 +282,7 @@ def test_an_older_folder_has_its_sampling_in_config_json(folder):
 
 @pytest.mark.tested("adapter", golden="*", shows="refused")
 def test_an_adapter_that_is_not_applied_is_named(folder):
-    for name in checkpoint.ADAPTER:
+    for name in (adapters.CONFIG, adapters.TENSORS):
         (folder / name).write_text("{}")
         with pytest.warns(UserWarning, match=f"{name}: the adapter is not applied"):
             jkv.load(folder)
