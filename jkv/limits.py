@@ -27,6 +27,8 @@ MOST = {
     "page_size": 1 << 16,
     "num_pages": (1 << 31) - 1,
     "max_stop_ids": 1 << 20,
+    "max_adapters": 1 << 10,
+    "adapter_rank": 1 << 12,
     "times": 1 << 16,  # that a text says a fact
     "seeds": 1_000,  # runs of a policy that draws at random
     "rounds": 10_000,  # timings

@@ -34,6 +34,7 @@ from jkv.checkpoints.json_files import (
     shown,
 )
 from jkv.errors import refused
+from jkv.model.adapter_stacks import has_adapter, is_adapted
 from jkv.model.joined import is_joined, separate_weights
 from jkv.model.params import LowRank, Model, ModelConfig, Params
 from jkv.model.weight_shapes import leaf_name, weight_shapes
@@ -41,7 +42,6 @@ from jkv.model.weights import all_finite
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, DOWN, UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"  # of the names of tensors
-ADAPTED = ("query", "key", "value", "out", "gate", "up", "down")  # fields of a layer that may have an adapter
 MAX_RANK = 1 << 12
 NAMES = list_of(TEXT, 4096)
 LAYERS = integer(0, 1 << 10)
@@ -84,12 +84,29 @@ def load_adapter(model: Model, folder: Folder) -> Model:
         raise refused(
             "load_adapter takes a model on one device; got a mesh. Load the adapter, then call jkv.shard.", model="conflict"
         )
-    if any(isinstance(one, LowRank) for one in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, LowRank))):
+    if has_adapter(params):
         raise refused("load_adapter takes a model without an adapter; got one with it. Load the base again.", model="conflict")
+    return dataclasses.replace(model, params=with_adapters(params, read_folder(folder, params)))
+
+
+def read_folder(folder: Path, params: Params) -> dict[str, LowRank]:
+    """The adapter of each matrix in a folder of peft, by its leaf's name, such as `layers.0.query`, with no base yet.
+
+    Raises:
+      ValueError: see `load_adapter`.
+    """
     fields = read_json(folder / CONFIG)
     check_config(fields, str(folder / CONFIG))
-    adapters = read_adapter(folder, fields, params)
-    return dataclasses.replace(model, params=with_adapters(params, adapters))
+    return read_tensors(folder, fields, params)
+
+
+def highest_rank(folder: Path, params: Params) -> int:
+    """The highest rank of an adapter's matrices, which an engine's places must hold.
+
+    Raises:
+      ValueError: see `load_adapter`.
+    """
+    return max(one.up.shape[0] for one in read_folder(folder, params).values())
 
 
 def check_config(fields: Mapping[str, Any], where: str) -> None:
@@ -109,8 +126,8 @@ def check_config(fields: Mapping[str, Any], where: str) -> None:
             raise refused(rule, **{name: "unsupported"})
 
 
-def read_adapter(folder: Path, fields: Mapping[str, Any], params: Params) -> dict[str, LowRank]:
-    """The adapter of each matrix by its leaf's name, such as `layers.0.query`, with no base yet."""
+def read_tensors(folder: Path, fields: Mapping[str, Any], params: Params) -> dict[str, LowRank]:
+    """What `read_folder` returns, where adapter_config.json has these fields."""
     from safetensors import SafetensorError, safe_open
 
     file, config, found = folder / TENSORS, params.config, {}
@@ -157,11 +174,6 @@ def modules_of(stored: Mapping[str, Stored], config: ModelConfig, file: Path) ->
         rows = [Origin(tensor, parts, place).slices([(0, n) for n in part.shape[::-1]])[0] for place, part in enumerate(parts)]
         found[tensor.removesuffix(".weight")] = start, list(zip(leaves, rows, strict=True))
     return found
-
-
-def is_adapted(leaf: str) -> bool:
-    """Whether a leaf is a matrix that may have an adapter."""
-    return leaf == "unembedding" or (leaf.startswith("layers.") and leaf.split(".", 2)[2] in ADAPTED)
 
 
 def check_shapes(stored: Mapping[str, Stored], start: str, shape: tuple[int, ...], file: Path) -> None:

@@ -143,7 +143,7 @@ def decode_chunk(
             new, carries[name] = part.take(new, carries[name])
         pool, address = pages.reserve(new.cache.pool, row, num_new, 1)
         cache, attend = attention_of(inputs, new._replace(cache=new.cache._replace(pool=pool)), address, goes_on)
-        given = params, new.token, position[:, None], attend, cache, new.enter, new.observe, new.choose
+        given = new.params, new.token, position[:, None], attend, cache, new.enter, new.observe, new.choose
         hidden, cache = decoder.forward(*given, rotates=False)
         pool, dropped = pages.advance(cache.pool, row, num_new), None
         if cache.victim is not None:
@@ -153,7 +153,7 @@ def decode_chunk(
             of_tokens |= part.report(new, hidden, cache, carries[name])
         out: dict[str, Any] = {name: x[:, 0] for name, x in of_tokens.items()}
         out |= {"is_real": is_active, "dropped": dropped, "is_read": cache.is_read}
-        state = State(cache.after_pass(pool), decoder.unembed(params, hidden[:, 0]))
+        state = State(cache.after_pass(pool), decoder.unembed(new.params, hidden[:, 0]))
         out = {name: x for name, x in out.items() if x is not None and (is_traced or name not in TRACED)}
         return (state, goes_on, remaining - 1, carries), out
 

@@ -12,6 +12,7 @@ import collections
 import dataclasses
 import itertools
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from jkv import notebook
 from jkv.checks import described, size
 from jkv.engine import mesh as meshes
 from jkv.engine import row_moves, turns
+from jkv.engine.adapter_store import AdapterStore, in_use
 from jkv.engine.backend import run_to_end
 from jkv.engine.clocks import COMPILING, is_ready, running_seconds
 from jkv.engine.device_program import let_programs_go
@@ -32,7 +34,14 @@ from jkv.engine.memory import check_fits, lowered, most_pages, num_pool_pages, p
 from jkv.engine.mesh import place_gate
 from jkv.engine.options import EngineOptions
 from jkv.engine.outputs import Event, Outputs
-from jkv.engine.policy_checks import check_layout, check_policy, check_request, check_speculation, gate_of, guesses_for
+from jkv.engine.policy_checks import (
+    check_layout,
+    check_policy,
+    check_request,
+    check_speculation,
+    gate_of,
+    guesses_for,
+)
 from jkv.engine.prefix_cache import cache_for
 from jkv.engine.processes import agreed, spans
 from jkv.engine.prompts import encode_prompts
@@ -43,11 +52,12 @@ from jkv.engine.runner import Flight, Runner
 from jkv.engine.samples import Completion, Sample, Status, samples_of, stop_finder, take_finished
 from jkv.engine.scheduler import Capacity, Scheduler
 from jkv.engine.stats import RunStats
-from jkv.errors import InputError
+from jkv.errors import InputError, refused
 from jkv.eviction import Needs, Policy
 from jkv.forms import Form
 from jkv.model import sharding, weights
-from jkv.model.params import Model, Params
+from jkv.model.joined import is_joined, separate_weights
+from jkv.model.params import LowRank, Model, Params
 from jkv.model.sampling import Sampling
 from jkv.replay.trace import TraceRecorder
 
@@ -93,7 +103,11 @@ class Engine:
         check_layout(params, options)
         if mesh is not None:
             params = sharding.shard(params, mesh)
+        elif options.max_adapters and is_joined(params):
+            params = separate_weights(params)
         model = dataclasses.replace(model, params=weights.committed(params))
+        sizes_of_adapters = options.max_adapters, options.adapter_rank
+        adapters = AdapterStore(model.params, *sizes_of_adapters, mesh) if options.max_adapters else None
         named = spread_policies(policies or (), len(policies or ()), params, options.kv_format)
         self.needs = Needs.of(None if policies is None else named)
         self.gate = gate_of(named)
@@ -103,7 +117,7 @@ class Engine:
         page_size = page_size_for(params, options.page_size, options.kv_format)
         max_running, num_shards = options.max_running or DEFAULT_RUNNING, meshes.num_pools(mesh)
         if options.speculate == AUTO:
-            drafter = guesses_for(model.params, named, max_running, options.kv_format)
+            drafter = guesses_for(model.params, named, max_running, options.kv_format, bool(options.max_adapters))
             self.options = options = dataclasses.replace(options, speculate=drafter)
         drafter = check_speculation(options, named, config, max_running)
         self.max_slots = options.max_slots or min(config.max_positions, 4096)
@@ -122,8 +136,10 @@ class Engine:
         self.outputs = Outputs(model, self.tickets, self._finish)
         given: Any = {name: getattr(options, name) for name in TO_RUNNER}
         given |= {"drafter": drafter, "mesh": mesh, "gate": gate, "page_bytes": self.page_bytes, "max_slots": self.max_slots}
+        given["adapters"] = adapters
         self.runner = Runner(model, self.capacity, self.needs, self.scheduler.running, **given)
         self.runner.is_traced, self.runner.kept_rows = options.return_trace, self.scheduler.kept_rows
+        self.runner.versions = self.scheduler.versions
         if options.prefix_cache:
             piece = self.runner.prefill.sizes[-1], page_size, config.num_paged_layers * config.num_kv_heads
             self.scheduler.prefix_cache = self.runner.prefix_cache = cache_for(*piece, self.needs.window)
@@ -152,8 +168,13 @@ class Engine:
 
     @property
     def version(self) -> int:
-        """The version of the weights in use: how often they were replaced."""
+        """The version of the weights in use: how often they, or adapters, were replaced."""
         return self.runner.version
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the adapters that requests may choose."""
+        return () if self.runner.adapters is None else tuple(sorted(self.runner.adapters.places))
 
     @property
     def is_traced(self) -> bool:
@@ -190,6 +211,7 @@ class Engine:
         request: int | None = None,
         forced_tokens: Sequence[int] | None = None,
         cache_salt: str = "",
+        adapter: str | None = None,
         prompt_piece: int | None = None,
         parse_special: bool = False,
         model_logprobs: bool = False,
@@ -206,7 +228,7 @@ class Engine:
         Args:
           prompt: a text, a list of token ids, or a conversation (a list of messages).
           policy, sampling, max_new_tokens, n, stop_ids, stop_strings, first_sample: see `jkv.RequestOptions`.
-          forced_tokens, cache_salt, prompt_piece, parse_special, model_logprobs, top_logprobs: see there.
+          forced_tokens, cache_salt, adapter, prompt_piece, parse_special, model_logprobs, top_logprobs: see there.
           logit_bias, allowed_token_ids, min_tokens, bad_words, form: see there.
           on_tokens: receives an `Event` for each sample and chunk; if it raises, the request ends with the reason "error" and
             the others continue.
@@ -227,6 +249,7 @@ class Engine:
             first_sample=first_sample,
             forced_tokens=forced_tokens,
             cache_salt=cache_salt,
+            adapter=adapter,
             prompt_piece=prompt_piece,
             parse_special=parse_special,
             model_logprobs=model_logprobs,
@@ -451,7 +474,7 @@ class Engine:
             meter.sentences(self.scheduler.sentence_logs)
         meter.chunk(held, num_steps, sum(len(row.tokens) for row in rows.values()))
         for row, sample in samples.items():
-            self.outputs.collect(sample, rows[row], flight.version)
+            self.outputs.collect(sample, rows[row], flight.versions[row])
             self.stats.idle.look(is_ready(self.runner.state))
         try:
             self.runner.share()
@@ -535,6 +558,69 @@ class Engine:
             with self.guard.changing_device("update"):
                 self.runner.set_params(params)
                 self._use_version(self.version + 1)
+
+    def add_adapter(self, name: str, adapter: str | os.PathLike[str] | Params) -> None:
+        """Puts a low-rank adapter into a free place; requests with `adapter=name` use it.
+
+        Nothing compiles, but for the engine's first adapter the program that writes a place.
+
+        Args:
+          name: by which requests choose it.
+          adapter: a folder of peft (`jkv.load_adapter` describes it), or weights that have an adapter, whose base is not read.
+
+        Raises:
+          ValueError: an engine without places (`max_adapters`) or with no free one, a name in use, a bad file, another model's
+            adapter, or a rank above `adapter_rank`; nothing is changed.
+        """
+        adapters = self._adapter_store()
+        adapters.check_new(name)
+        self._put_adapter("add_adapter", name, adapters.read(adapter))
+
+    def update_adapter(self, name: str, adapter: str | os.PathLike[str] | Params) -> None:
+        """Replaces an adapter from the next step on, as `update` replaces the weights. Nothing compiles.
+
+        Rows that decode with it go on with the new one; others do not notice. `Completion.versions` records the version behind
+        each token, which counts updates of weights and adapters together.
+
+        Raises:
+          ValueError: an unknown name, or what `add_adapter` refuses; nothing is changed.
+        """
+        adapters = self._adapter_store()
+        adapters.check_known(name)
+        found = adapters.read(adapter)
+        with self.guard.owned("update_adapter"):
+            self._repaired("update_adapter", lambda: self.runner.fill(to_end=True))  # with what rows are filled with
+            self._put_adapter("update_adapter", name, found)
+
+    def remove_adapter(self, name: str) -> None:
+        """Frees the place of an adapter.
+
+        Raises:
+          ValueError: an unknown name, or an adapter that unfinished samples or kept rows use; nothing is changed.
+        """
+        adapters = self._adapter_store()
+        adapters.check_known(name)
+        with self.guard.owned("remove_adapter"):
+            every = (one for group in self.tickets.values() for one in group if not one.is_finished)
+            requests = [one.request for one in {*self.scheduler.running.values(), *every}]
+            requests += [kept.request for kept in self.scheduler.kept_rows.all]
+            if count := sum(request.adapter == name for request in requests):
+                raise in_use(name, count)
+            with self.guard.changing_device("remove_adapter"):
+                adapters.remove(name)
+                del self.scheduler.versions[name]
+
+    def _adapter_store(self) -> AdapterStore:
+        """The adapters; an engine without places for any has none."""
+        if self.runner.adapters is None:
+            rule = "An engine takes adapters if it was built with places for them; got max_adapters=0. Build it with more."
+            raise refused(rule, max_adapters="missing")
+        return self.runner.adapters
+
+    def _put_adapter(self, method: str, name: str, found: dict[str, LowRank]) -> None:
+        with self.guard.changing_device(method):
+            self._adapter_store().put(name, found)
+            self._use_version(self.version + 1, name)
 
     def sleep(self, forget_weights: bool = False) -> None:
         """Frees the pool and the rest of the device state; running and kept rows are swapped out to host memory.
@@ -625,10 +711,10 @@ class Engine:
         with self.guard.changing_device("renumber"):
             self._use_version(version)
 
-    def _use_version(self, version: int) -> None:
-        """Numbers the weights in use; nothing starts from what older ones prefilled."""
+    def _use_version(self, version: int, adapter: str | None = None) -> None:
+        """Numbers the weights in use, of all requests or of an adapter's; nothing starts from what older ones prefilled."""
         self.runner.version = version
-        self.runner.free(self.scheduler.renew(version))
+        self.runner.free(self.scheduler.renew(version, adapter))
 
     def reset(self) -> None:
         """Makes an empty pool and starts every unfinished sample again, also after a step that ended in the middle.
@@ -642,8 +728,12 @@ class Engine:
           RuntimeError: another thread, or a callback of the step in progress, uses the engine.
         """
         with self.guard.changing_device("reset", is_reset=True):
-            self._flight, given = None, (self.model.tokenizer, self.version)
-            lost = self.scheduler.restart(lambda sample: turns.restart(sample, self.scheduler.kept_rows, *given))
+            self._flight, kept_rows, versions = None, self.scheduler.kept_rows, self.scheduler.versions
+
+            def restart(sample: Sample) -> bool:
+                return turns.restart(sample, kept_rows, self.model.tokenizer, versions[sample.request.adapter])
+
+            lost = self.scheduler.restart(restart)
             self.outputs.forget()
             self.runner.reset()
             for sample in lost:
@@ -658,11 +748,12 @@ class Engine:
           ValueError: the reason, with the arithmetic.
         """
         sizes = {"max_slots": self.max_slots, "num_pages": self.num_pages} | self.capacity.page_sizes
-        check_policy(request.policy, self.needs, self.model, self.version > 0 or self.is_asleep, self.gate)
+        is_trained = self.scheduler.version > 0 or self.is_asleep
+        check_policy(request.policy, self.needs, self.model, is_trained, self.gate)
         self.runner.trials.check(request, self.model)
         request = lowered(self.model.params, request, **sizes)
         check_fits(self.model.params, request, **sizes, bytes_per_page=self.page_bytes)
-        check_request(request, self.options)
+        check_request(request, self.options, self.adapters)
         turns.check_keep(request)
         return request
 

@@ -81,6 +81,11 @@ class KeptRows:
     def __len__(self) -> int:
         return len(self._rows)
 
+    @property
+    def all(self) -> list[KeptRow]:
+        """Every row that a next turn may continue, or is about to."""
+        return list({*self._rows.values(), *self.held})
+
     def at(self, place: Place) -> list[KeptRow]:
         """Those whose pages are in the pool, or in host memory (or about to be); any thread may call it."""
         return [kept for kept in tuple(self.held) if kept.row.place is place]

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jkv.checks import (
+    check_between,
     check_counts,
     check_known,
     check_length,
@@ -38,7 +39,7 @@ GIVEN_ELSEWHERE = {  # settings that are not the engine's: where they are given
     **dict.fromkeys(("batch_size", "max_num_seqs"), " Write max_running=."),
     **dict.fromkeys(("messages", "prompt", "prompts", "input_ids"), " Pass messages, texts or token ids as the prompt."),
     **dict.fromkeys(
-        ("logit_bias", "allowed_token_ids", "min_tokens", "bad_words", "form", "top_logprobs", "model_logprobs"),
+        ("logit_bias", "allowed_token_ids", "min_tokens", "bad_words", "form", "top_logprobs", "model_logprobs", "adapter"),
         " Give it to jkv.Engine(...).submit.",
     ),
     **dict.fromkeys(("response_format", "guided_json", "json_schema"), " Write form=jkv.forms.json(...)."),
@@ -122,6 +123,10 @@ class EngineOptions:
         step beside the others (`stats.not_drafted`). "auto" chooses `jkv.ngram` with as many guesses as should pay for
         `max_running` rows on this device, or none (`jkv.engine.policy_checks.guesses_for`). None appends one token in each
         step.
+      max_adapters: places for low-rank adapters that requests may choose (`Engine.add_adapter`, `RequestOptions.adapter`), up
+        to 1,024. Each place takes the bytes of an adapter of all matrices of attention, of feed-forward blocks and the
+        unembedding, and every row multiplies with one, be it zeros. 0 adds nothing to any program.
+      adapter_rank: the highest rank of such an adapter; lower ones are padded with zeros.
       poison: for tests: freed pages become NaN.
 
     Raises:
@@ -149,6 +154,8 @@ class EngineOptions:
     prefix_cache: bool = False
     copy_kept: bool = False
     speculate: Drafter | str | None = None
+    max_adapters: int = 0
+    adapter_rank: int = 16
     poison: bool = False
 
     def __post_init__(self) -> None:
@@ -174,6 +181,9 @@ class EngineOptions:
             raise InputError(rule, field="kv_dtype", code="unknown_name", known=", ".join(known), got=shown(self.kv_dtype))
         if isinstance(self.kv_format, SealedFormat):
             check_page(self.kv_format)
+        for name, least in {"max_adapters": 0, "adapter_rank": 1}.items():
+            object.__setattr__(self, name, typed(name, getattr(self, name), int))
+            check_between(least, MOST[name], **{name: getattr(self, name)})
         if self.kv_memory is not None and self.kv_memory != "auto":
             object.__setattr__(self, "kv_memory", check_memory(self.kv_memory))
         if isinstance(self.speculate, str):
@@ -204,7 +214,8 @@ class EngineOptions:
         Traceback (most recent call last):
         TypeError: 'max_runing' is no setting of an engine. Did you mean max_running? The settings are: max_running, \
 max_slots, page_size, kv_dtype, kv_memory, num_pages, policies, chunk, largest_prefill, prefill_tokens, first_chunk, \
-ahead, order, max_stop_ids, return_trace, routed_experts, mesh, kernels, prefix_cache, copy_kept, speculate, poison.
+ahead, order, max_stop_ids, return_trace, routed_experts, mesh, kernels, prefix_cache, copy_kept, speculate, \
+max_adapters, adapter_rank, poison.
         """
         known = [field.name for field in dataclasses.fields(self)]
         others = [name for name in others if name not in ("self", "settings")]

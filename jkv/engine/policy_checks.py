@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jkv.checks import described
+from jkv.checks import described, shown
+from jkv.engine.adapter_store import unknown
 from jkv.engine.drafters import Drafter, check_drafter, ngram
 from jkv.engine.interrupts import call, deferred_interrupts
 from jkv.engine.options import EngineOptions
@@ -27,6 +28,7 @@ from jkv.eviction.policy import check_parts
 from jkv.eviction.schedules import check_answers
 from jkv.eviction.view import ScoreError, name_of
 from jkv.model import row_invariance
+from jkv.model.adapter_stacks import has_adapter
 from jkv.model.experts import refuse_adapters
 from jkv.model.params import Model, ModelConfig, Params
 from pallas_kernels.dispatch import own_platform, platform_of
@@ -66,20 +68,22 @@ def check_speculation(options: EngineOptions, policies: Sequence[Policy], config
     return check_drafter(options.speculate, config.vocab_size, num_rows)
 
 
-def guesses_for(params: Params, policies: Sequence[Policy], num_rows: int, kv_format: Any = None) -> Drafter | None:
+def guesses_for(
+    params: Params, policies: Sequence[Policy], num_rows: int, kv_format: Any = None, has_adapters: bool = False
+) -> Drafter | None:
     """What `speculate="auto"` means for an engine of so many rows: guesses from a row's own text, or None where none pay.
 
     - On a GPU and a TPU a step of up to 32 tokens waits for its weights, whatever it computes: up to 4 tokens of each of 8
       rows. That is arithmetic of their speeds, and no device has timed it.
     - On a CPU a step of up to 8 tokens takes at most about 1.4 times one of 1 (SmolLM2-135M, two cores): up to 8 tokens of one
       row, 4 of two, 2 of four. It must also be possible to pass one token where no row has a guess, or texts without
-      repetition would pay for nothing (`jkv.model.row_invariance`).
+      repetition would pay for nothing (`jkv.model.row_invariance`): so there are none beside adapters by request.
     """
     if policies and all(map(why_by_step, policies)):
         return None
     if own_platform() == "cpu":
         places = ON_CPU // num_rows
-        places = places if places > 1 and row_invariance.holds(params, kv_format, num_rows * places) else 1
+        places = places if places > 1 and not has_adapters and row_invariance.holds(params, kv_format, num_rows * places) else 1
     else:
         places = min(ON_ACCELERATOR // num_rows, 4)
     return ngram(places - 1) if places > 1 else None
@@ -169,6 +173,9 @@ def check_layout(params: Params, options: EngineOptions) -> None:
     for layer in params.layers:
         if layer.experts is not None:
             refuse_adapters(layer.experts)
+    if options.max_adapters and has_adapter(params):
+        rule = "{field} takes a model without an adapter; got one with it. Load the base, and give the adapter to add_adapter."
+        raise InputError(rule, field="max_adapters", code="conflict")
     check_sealing_on(platform_of(next(iter(params.embedding.devices()))), options.kv_format, config.head_size)
     if options.routed_experts and not config.num_experts:
         rule = "{field} needs a model with a mixture of experts; this one has none. Leave it off."
@@ -198,9 +205,10 @@ def check_layout(params: Params, options: EngineOptions) -> None:
         raise InputError(rule, field="prefix_cache", code="unsupported", why=why)
 
 
-def check_request(request: Request, options: EngineOptions) -> None:
-    """Refuses a request with more stop ids than the engine takes, or with a policy that its pool cannot serve."""
+def check_request(request: Request, options: EngineOptions, adapters: Sequence[str] = ()) -> None:
+    """Refuses a request with more stop ids than the engine takes, a policy that its pool cannot serve, or another adapter."""
     check_sealing(request.policy, options.kv_format)
+    check_adapter(request, adapters)
     most = options.max_stop_ids
     if len(request.stop_ids) > most:
         rule = "{field} must be at most {most} token ids; got {got}. Pass fewer, or raise {max_stop_ids}."
@@ -211,3 +219,15 @@ def gate_of(policies: Iterable[Policy]) -> Gate | None:
     """The gate that policies read: the first's, with which `check_policy` compares the others'; None if none reads any."""
     gates = (policy.calibration for policy in policies if policy.needs.gate)
     return next((gate for gate in gates if isinstance(gate, Gate)), None)
+
+
+def check_adapter(request: Request, known: Sequence[str]) -> None:
+    """Refuses a request with an adapter that the engine lacks, or whose score reads weights without it."""
+    if not request.adapter:
+        return
+    if request.adapter not in known:
+        raise unknown(request.adapter, known)
+    if request.policy.needs.projected:
+        rule = "{name} reads the output projection of the model itself; got {field}={got}. Use another policy."
+        got = shown(request.adapter)
+        raise InputError(rule, field="adapter", code="unsupported", name=request.policy.name, got=got)

@@ -5,7 +5,8 @@ tokens, and only whole pieces are kept. A piece is as long as the largest prefil
 fills pages. So prefill from the end of a piece on runs the same programs on the same inputs as prefill of the whole prompt, and
 gives the same bits.
 
-The key of a piece is a hash of its tokens and of the key before it. The first one continues the salt and the weights' version.
+The key of a piece is a hash of its tokens and of the key before it. The first one continues the salt, the adapter and
+the weights' version.
 """
 
 import hashlib
@@ -43,9 +44,9 @@ class PrefixCache:
         """Pages of the pool that it holds, those that rows read too included."""
         return len(self._pages) * self.pages_of_piece
 
-    def keys_of(self, prompt: np.ndarray, salt: str, version: int) -> tuple[bytes, ...]:
-        """The keys of a prompt's whole pieces, computed with the weights of a version, for requests of one salt."""
-        key, keys = hashlib.blake2b(repr((version, salt)).encode()).digest(), []
+    def keys_of(self, prompt: np.ndarray, salt: str, version: int, adapter: str = "") -> tuple[bytes, ...]:
+        """The keys of a prompt's whole pieces, computed with the weights of a version, for requests of one salt and adapter."""
+        key, keys = hashlib.blake2b(repr((version, salt, adapter)).encode()).digest(), []
         for end in range(self.piece, len(prompt) + 1, self.piece) if self.piece else ():
             tokens = np.ascontiguousarray(prompt[end - self.piece : end], np.int32)
             key = hashlib.blake2b(key + tokens.tobytes()).digest()

@@ -75,10 +75,10 @@ def prefill_chunk(
     attend: decoder.Attend = PrefillAttention(*of_piece) if cache.tail is None else sealed_pages.SealedPrefill(*of_piece)
     attend = prefill_groups(params.config, attend, cache, row, position, num_new)
     cache = cache._replace(pool=pool)
-    hidden, cache = decoder.forward(params, token, position, attend, cache, new.enter, new.observe, new.choose)
+    hidden, cache = decoder.forward(new.params, token, position, attend, cache, new.enter, new.observe, new.choose)
     experts = None if cache.experts is None else cache.experts[0]
     cache = cache.after_pass(pages.advance(cache.pool, row, num_new))
-    logits = decoder.unembed(params, hidden[:, num_new[0] - 1])
+    logits = decoder.unembed(new.params, hidden[:, num_new[0] - 1])
     return State(cache, state.logits.at[row].set(logits)), hidden, pages.held_pages(cache.pool), experts
 
 

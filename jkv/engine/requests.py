@@ -57,6 +57,7 @@ class Request:
       stop_ids: tokens that end it.
       stop_strings: texts that end it.
       cache_salt: requests of another salt share neither its prefill nor its pages in the prefix cache.
+      adapter: the name of its adapter; empty for none.
       keep: whether its row is kept when it finishes, for a next turn (`jkv.engine.kept_rows`).
       num_kept: leading tokens of the prompt whose keys and values its kept row has already; 0 for a first turn.
       first: tokens of the first turn's prompt, where this is a later turn, or of the prompt's first piece, where it enters in
@@ -85,6 +86,7 @@ class Request:
     until: int | None = None
     forced: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
     cache_salt: str = ""
+    adapter: str = ""
     keep: bool = False
     num_kept: int = 0
     first: int = 0
@@ -139,11 +141,12 @@ class Request:
         return not self.num_before and (target is None or (target >= len(self.prompt) and self.policy.is_even))
 
     @property
-    def prefix(self) -> tuple[bytes, str, int, Policy | Sentences | None]:
-        """A key; requests with equal keys can share a prefill. It holds the prompt, the salt, the size of the first piece, the
-        rule that finds sentences (if any), and the whole policy if it may compact the prompt.
+    def prefix(self) -> tuple[str, bytes, str, int, Policy | Sentences | None]:
+        """A key; requests with equal keys can share a prefill. It holds the adapter, the prompt, the salt, the size of the
+        first piece, the rule that finds sentences (if any), and the whole policy if it may compact the prompt.
         """
-        return self.prompt.tobytes(), self.cache_salt, self.first, self.policy.sentences if self.stays_whole else self.policy
+        rules = self.policy.sentences if self.stays_whole else self.policy
+        return self.adapter, self.prompt.tobytes(), self.cache_salt, self.first, rules
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -169,6 +172,7 @@ class RequestOptions:
         temperature 1.
       cache_salt: requests share prefills and pages of the prefix cache with those of the same salt alone, such as one for each
         user. Whether a prompt was computed before then shows in no other user's times and counts. It changes no tokens.
+      adapter: the name of a low-rank adapter that the engine holds (`Engine.add_adapter`); None for the model itself.
       prompt_piece: tokens of a prompt that are prefilled before it is compacted for the first time. What follows enters as a
         later turn of a conversation does, in pieces of at most the policy's interval, with a compaction where one is due. So a
         prompt of any length needs no more slots than the budget and an interval, or `prompt_piece`. The first piece is then
@@ -202,6 +206,7 @@ class RequestOptions:
     first_sample: int = 0
     forced_tokens: Sequence[int] | Sequence[Sequence[int]] | None = None
     cache_salt: str = ""
+    adapter: str | None = None
     prompt_piece: int | None = None
     parse_special: bool = False
     model_logprobs: bool = False
@@ -214,7 +219,7 @@ class RequestOptions:
 
     def __post_init__(self) -> None:
         kinds: dict[str, Any] = {"n": int, "max_new_tokens": int | None, "first_sample": int, "cache_salt": str}
-        kinds |= {"prompt_piece": int | None, "parse_special": bool, "model_logprobs": bool}
+        kinds |= {"adapter": str | None, "prompt_piece": int | None, "parse_special": bool, "model_logprobs": bool}
         kinds |= {"top_logprobs": int, "min_tokens": int}
         for name, kind in kinds.items():  # Python's numbers: products of NumPy's small ones overflow.
             object.__setattr__(self, name, typed(name, getattr(self, name), kind))
@@ -310,6 +315,7 @@ def make_requests(
         common = (prompt, policy, sampling, seed, prompt_id)
         rest: Any = (limit, ends, tuple(options.stop_strings), asked is None, until_token(policy, model), forced[i])
         named: Any = {"cache_salt": options.cache_salt, "first": piece if piece < len(prompt) else 0}
+        named["adapter"] = options.adapter or ""
         named |= {"model_logprobs": options.model_logprobs, "top_logprobs": options.top_logprobs} | biases
         named |= {"form": options.form, "form_start": 0 if options.form is None else start_of(model, prompt)}
         named |= {"form_on_host": form_on_host}

@@ -52,7 +52,7 @@ class Result:
       tokenizer: the model's, None without one.
       slot_bytes: bytes of a token's key and value in one layer and KV head.
       policy_version: `[n, T]` int32, version of the weights behind each token (0 for the engine's first, and one more for each
-        `update`); -1 in padding.
+        `update`, `add_adapter` and `update_adapter`, for whom it concerns); -1 in padding.
       routed_experts: `[n, T, L, A]` small integers, with `routed_experts=True`: the experts that each token of prompt and
         completion, as one sequence, went through in each layer that has any; 0 in padding.
       vocab_size: of the model.

@@ -20,6 +20,7 @@ from jkv.cache.pool import num_pages_of
 from jkv.checks import counted, size
 from jkv.engine import chunk_inputs, prefix_cache, programs, row_moves
 from jkv.engine import mesh as meshes
+from jkv.engine.adapter_store import AdapterStore
 from jkv.engine.chunk_inputs import for_chunk, row_settings
 from jkv.engine.clocks import is_ready
 from jkv.engine.device_program import LEAST_ROWS, device_program, programs_for
@@ -68,7 +69,7 @@ class Flight:
       rows: the samples that it decodes, by row.
       outputs: a `ChunkOutputs` on the device.
       num_steps: its decode steps; once it is read, those that were run.
-      version: of the weights that run it.
+      versions: of the weights that run each row.
       scores: the kinds of scores (`Evict.kinds`) of compactions before it: whose they are, and the counts on the device.
       compactions: those dispatched after it before it was read: the sample and what `Runner._compact_row` returned.
     """
@@ -76,7 +77,7 @@ class Flight:
     rows: dict[int, Sample]
     outputs: Any
     num_steps: int
-    version: int
+    versions: dict[int, int]
     scores: list[tuple[Sample | Prefix, Any]]
     compactions: list[tuple[Sample, Any, Any, Any]] = dataclasses.field(default_factory=list)
 
@@ -133,11 +134,13 @@ class Runner:
       first_chunk: the most steps of a chunk in which a row draws its first token; None is as many as of others.
       routed_experts: whether programs return the experts that tokens go through.
       drafter: proposes tokens to steps that append several to a row; None for steps of one.
+      adapters: the adapters on the device; None without places for any.
 
     Attributes:
       state: a `jkv.engine.state.State`; None while the engine sleeps.
       programs: `jkv.engine.programs`, or those of the mesh, with their kernels chosen.
-      version: the version of the weights: how often they were replaced.
+      version: the version of the weights: how often they, or adapters, were replaced.
+      versions: of the weights of each adapter's requests, the scheduler's.
       is_traced: whether new samples record a trace.
       prefix_cache, kept_rows: the scheduler's.
       filling: prompts that are not in their rows yet.
@@ -169,7 +172,9 @@ class Runner:
         first_chunk: int | None = None,
         routed_experts: bool = False,
         drafter: Drafter | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
+        self.adapters, self.versions = adapters, {"": 0}
         self.gate, self.routed_experts, self.drafter = gate, routed_experts, drafter
         self._host: Callable[[Any], Any] = host if spans(mesh) else jax.device_get
         self.model, self.capacity, self.needs, self.mesh, self.max_stop_ids = model, capacity, needs, mesh, max_stop_ids
@@ -267,8 +272,8 @@ class Runner:
     def sleep(self) -> None:
         """Frees the pool and the rest of the device state, whatever of it is left."""
         settings = self._settings
-        if settings is not None:  # the gate stays, for the engine has no other copy
-            settings = settings._replace(parts=settings.parts._replace(gate=None))
+        if settings is not None:  # gate and adapters stay, for the engine has no other copy
+            settings = settings._replace(parts=settings.parts._replace(gate=None, adapters=None))
         for leaf in jax.tree.leaves((self.state, settings, self._carried)):
             if isinstance(leaf, jax.Array):
                 leaf.delete()
@@ -331,7 +336,8 @@ class Runner:
         prompt, config, done = sample.request.prompt[: sample.request.first_prompt], self.model.config, 0
         filled = sample.request.policy.uncut(len(prompt), config.num_paged_layers)
         asked = self.is_traced, self.routed_experts
-        sample.row = Row(Place.BATCH, filled, version=self.version, records=new_records(sample.request, self.model, *asked))
+        version, records = self.versions[sample.request.adapter], new_records(sample.request, self.model, *asked)
+        sample.row = Row(Place.BATCH, filled, version=version, records=records)
         with self.meter.clock("prefill_seconds"):
             if self.prefix_cache.piece:
                 self.state, done = prefix_cache.adopt(self.programs, self.state, self.prefix_cache, row, sample)
@@ -370,7 +376,7 @@ class Runner:
             completion.is_forked, completion.error = True, completion.error or prefix.error
             records = None if begin.records is None else begin.records.fork_for(sample.request, self.model)
             sample.row = begin.fork(records)
-            sample.row.place, sample.row.version = Place.BATCH, self.version
+            sample.row.place, sample.row.version = Place.BATCH, self.versions[sample.request.adapter]
             self.sharer.start(sample)
         self.meter.stats.forks += len(admitted)
 
@@ -380,7 +386,7 @@ class Runner:
         assert kept is not None
         with self.meter.clock("prefill_seconds" if kept.row.snapshot is not None else "swap_seconds"):
             self.state = row_moves.attach(self.programs, self.state, row, kept.row)
-        sample.resumes, sample.resumed, sample.row.version = None, kept, self.version
+        sample.resumes, sample.resumed, sample.row.version = None, kept, self.versions[sample.request.adapter]
         yield from self._append_pending(row, sample)
 
     def _append_pending(self, row: int, sample: Sample) -> Pieces:
@@ -408,7 +414,8 @@ class Runner:
                 )
             self.meter.stats.prefilled += int(count[0])
             with self.meter.clock("prefill_seconds"), self.meter.stats.idle.dispatching(is_ready(self.state)):
-                args = self.params, self.state, np.asarray([row], np.int32), token, count, self._parts_of_prompts
+                parts = self._parts_of_prompts(row, sample)
+                args = self.params, self.state, np.asarray([row], np.int32), token, count, parts
                 self.state, hidden, held, experts = self.programs.prefill_chunk(*args, num_pages=num_pages)
                 self.held.append(held)
                 if sample.row.records is not None:
@@ -465,7 +472,8 @@ class Runner:
             if self.needs.sharing:
                 self.sharer.find_pairs(running, self.state, num_steps, outputs)
         scores, self.scores = self.scores, []
-        return Flight(dict(running), outputs, num_steps, self.version, scores)
+        versions = {row: self.versions[sample.request.adapter] for row, sample in running.items()}
+        return Flight(dict(running), outputs, num_steps, versions, scores)
 
     def plan(self, flight: Flight) -> None:
         """Counts a chunk before its tokens are read, and dispatches the compactions that are then due."""
@@ -561,12 +569,12 @@ class Runner:
         self._settings, self._carried = None, Carried()
 
     def _rows(self, running: Mapping[int, Sample]) -> Rows:
-        return Rows(running, self.num_rows, self.model, self.needs, self.gate, self.routed_experts, self.drafter, self.forms)
+        stores = self.drafter, self.forms, self.adapters
+        return Rows(running, self.num_rows, self.model, self.needs, self.gate, self.routed_experts, *stores)
 
-    @functools.cached_property
-    def _parts_of_prompts(self) -> Parts:
-        """The parts that see the tokens of prompts."""
-        rows = self._rows({})
+    def _parts_of_prompts(self, row: int, sample: Sample) -> Parts:
+        """The parts that see the tokens of a prompt, which go to one row."""
+        rows = self._rows({row: sample})
         return Parts.from_names({name: kind.of(rows) for name, kind in KINDS.items() if kind.sees_prompts and kind.is_on(rows)})
 
     def _chunk_inputs(self, running: Mapping[int, Sample]) -> ChunkInputs:

@@ -112,6 +112,11 @@ class Prefix:
         return bool(self.fresh or self.readers or self.absent)
 
     @property
+    def adapter(self) -> str:
+        """The adapter of its samples; empty for none."""
+        return str(self.key[1][0])
+
+    @property
     def reuses(self) -> bool:
         """Whether its samples may start from the prefix cache."""
         return self.key is not None and self.key[-1]

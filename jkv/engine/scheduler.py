@@ -94,7 +94,8 @@ class Scheduler:
       parked: the waiting samples that have started: swapped out, or a later turn of a conversation.
       prefixes: prompts that unfinished samples start from, by key.
       started: the prefixes that have pages, in the pool or in host memory; few, unlike `prefixes`.
-      version: the version of the weights in use; prefixes of other weights are not shared.
+      versions: of the weights in use, by the adapter of the requests that use them, which is empty for none; prefixes of other
+        weights are not shared.
       prefix_cache: which prompts stay in the pool after their samples.
       kept_rows: rows that are kept between turns.
       search: looks for a sample that makes steps fail, if they do.
@@ -109,10 +110,15 @@ class Scheduler:
         self.search, self.held = Search(capacity.chunk), list[Sample]()
         self.prefixes: dict[object, Prefix] = {}
         self.started: dict[Prefix, None] = {}
-        self.version = 0
+        self.versions = {"": 0}
         self._num_added = 0
         self._freed: list[Prefix] = []  # since `next` or `release` was last called
         self._leaving: list[Prefix] = []  # those that were returned, until the runner has freed their pages
+
+    @property
+    def version(self) -> int:
+        """The version of the model's own weights."""
+        return self.versions[""]
 
     def add(self, sample: Sample) -> None:
         """Queues a sample."""
@@ -237,15 +243,18 @@ class Scheduler:
                 heapq.heappush(self.waiting, (sample.priority, sample))
         return lost
 
-    def renew(self, version: int) -> list[Prefix]:
+    def renew(self, version: int, adapter: str | None = None) -> list[Prefix]:
         """Detaches samples that have not started from what older weights prefilled; returns the prefixes to free.
 
-        The prefix cache evicts all pieces but those that running rows count as their own prompts', which match no prompt now.
+        Only requests of `adapter` have other weights now; None is all. The prefix cache then evicts all pieces but those that
+        running rows count as their own prompts', which match no prompt now; those of an older adapter match none either.
         """
-        self.prefix_cache.evict_all(pieces_in_use(self.running))
-        for prefix in [prefix for prefix in self.started if prefix.key[0] is None]:
+        if adapter is None:
+            self.prefix_cache.evict_all(pieces_in_use(self.running))
+        is_old = [one for one in self.started if one.key[0] is None and adapter in (None, one.adapter)]
+        for prefix in is_old:
             old = prefix.leave()
-            old.key = self.version, *prefix.key[1:]
+            old.key = self.versions[prefix.adapter], *prefix.key[1:]
             for sample in old.samples:
                 sample.prefix = old
             del self.started[prefix]
@@ -253,7 +262,7 @@ class Scheduler:
             self.prefixes[old.key] = old
             for one in (prefix, old):
                 self._let_go(one)
-        self.version = version
+        self.versions.update(dict.fromkeys(self.versions if adapter is None else (adapter,), version))
         return self._take_freed()
 
     @property
@@ -409,10 +418,11 @@ class Scheduler:
 
     def _find_pieces(self, sample: Sample) -> None:
         """The keys of a sample's prompt in the prefix cache, under the weights in use."""
-        if sample.prefix.reuses and sample.pieces_version != self.version:
-            request = sample.request
-            sample.pieces = self.prefix_cache.keys_of(request.prompt, request.cache_salt, self.version)
-            sample.pieces_version = self.version
+        request = sample.request
+        version = self.versions[request.adapter]
+        if sample.prefix.reuses and sample.pieces_version != version:
+            sample.pieces = self.prefix_cache.keys_of(request.prompt, request.cache_salt, version, request.adapter)
+            sample.pieces_version = version
 
     def _detach_prefix(self, sample: Sample) -> None:
         """Detaches a sample from its prefix, which is freed if no other sample needs it."""

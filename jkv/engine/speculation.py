@@ -70,7 +70,11 @@ def decode_chunk(
     pool, address = (state.cache.pool, None) if by_step else pages.reserve(state.cache.pool, row, quota, num_steps)
 
     kv_format = getattr(state.cache.pool.kv, "format", None)
-    narrows = state.cache.tail is None and row_invariance.holds(params, kv_format, len(row) * places)
+    narrows = (
+        state.cache.tail is None
+        and parts.get("adapters") is None
+        and row_invariance.holds(params, kv_format, len(row) * places)
+    )
 
     def guess(first: Drawn, is_active: Bool[Array, " B"], count: Int[Array, " B"], drafts: Drafts) -> tuple[Array, Array]:
         """The tokens of the next step, and how many of them are new: the one that is drawn, and guesses of those after it."""
@@ -101,9 +105,9 @@ def decode_chunk(
             of_step = addresses_of(address, count, is_new)
         has_next = runs & ~first.is_last & (count + 1 < inputs.remaining)  # of a row that takes one token
         cache, attend = attention_of(inputs, new, of_step, has_next)
-        given = params, new.token, position, attend, cache, new.enter, new.observe, new.choose
+        given = new.params, new.token, position, attend, cache, new.enter, new.observe, new.choose
         hidden, cache = decoder.forward(*given, rotates=False)
-        of_places = decoder.unembed(params, hidden)
+        of_places = decoder.unembed(new.params, hidden)
         then = draw_tokens(inputs, carries, of_places, position + 1, (count + 1)[:, None] + place, draws)
 
         drawn: Drawn = jax.tree.map(lambda x, y: jnp.concatenate([x[:, None], y[:, :-1]], axis=1), first, then)

@@ -84,10 +84,10 @@ def next_request(model: Model, kept: KeptRow, tokens: Any, options: RequestOptio
       ValueError: tokens outside of the vocabulary, settings that a turn cannot change, or a conversation that is too long.
     """
     last, config = kept.request, model.config
-    for name in ("policy", "n", "first_sample", "cache_salt", "prompt_piece", "parse_special"):
+    for name in ("policy", "n", "first_sample", "cache_salt", "adapter", "prompt_piece", "parse_special"):
         default = next(field.default for field in dataclasses.fields(options) if field.name == name)
         if getattr(options, name) != default:
-            rule = "A turn continues one sample with its policy and salt; got {field}={got}. Leave it out."
+            rule = "A turn continues one sample with its policy, salt and adapter; got {field}={got}. Leave it out."
             raise InputError(rule, field=name, code="conflict", got=shown(getattr(options, name)))
     new = check_tokens(tokens, config.vocab_size, config.max_positions)
     prompt = np.concatenate([kept.transcript.tokens, new])
@@ -107,6 +107,7 @@ def next_request(model: Model, kept: KeptRow, tokens: Any, options: RequestOptio
         until=last.until,
         seed=last.seed if sampling == last.sampling else request.seed,
         cache_salt=last.cache_salt,
+        adapter=last.adapter,
         keep=typed("keep", keep, bool),
         num_kept=len(kept.transcript.tokens),
         first=last.first_prompt,

@@ -20,7 +20,7 @@ from jkv.model.experts import Choose, activate, gating_of, mixture
 from jkv.model.joined import joined_of, split
 from jkv.model.layer_groups import check_attend
 from jkv.model.norms import add_norm, norm, norm_of_all_heads
-from jkv.model.params import Codes, LayerParams, LowRank, MeshAxis, ModelConfig, Params
+from jkv.model.params import ByRow, Codes, LayerParams, LowRank, MeshAxis, ModelConfig, Params
 from jkv.model.rotary import rotation
 from pallas_kernels import block_product, row_product
 from pallas_kernels.blocks import Blocks, decoded
@@ -325,12 +325,13 @@ def times(x: Float[Array, "*B fan_in"], weight: Any, dtype: Any = None) -> Float
 
 
 def products(x: Float[Array, "*B fan_in"], *weights: Any, dtype: Any = None) -> list[Float[Array, "*B _out"]]:
-    """`x` times each matrix, which may be unfolded, a `LowRank`, `Codes` or `Blocks`; matrices of one kind are one call.
+    """`x` times each matrix, which may be unfolded, a `LowRank`, `ByRow`, `Codes` or `Blocks`; those of one kind are one call.
 
     `dtype` is that of the products; None means that of the operands. Inside a program the reshape copies nothing.
     """
-    if any(isinstance(one, LowRank) for one in weights):
-        return [with_adapter(x, one, dtype) if isinstance(one, LowRank) else times(x, one, dtype) for one in weights]
+    if any(isinstance(one, LowRank | ByRow) for one in weights):
+        added: dict[type, Any] = {LowRank: with_adapter, ByRow: with_adapters_by_row}
+        return [added.get(type(one), times)(x, one, dtype) for one in weights]
     if all(isinstance(one, Blocks) for one in weights):
         return list(block_product(x, *weights, dtype=dtype))
     if len({(type(one), getattr(one, "code", one).dtype) for one in weights}) > 1:
@@ -345,3 +346,13 @@ def with_adapter(x: Float[Array, "*B fan_in"], weight: LowRank, dtype: Any) -> F
     """`x` times a matrix and its adapter."""
     added = times(times(x, weight.down), weight.up, dtype)
     return times(x, weight.base, dtype) + added * weight.scale
+
+
+def with_adapters_by_row(x: Float[Array, "B *T fan_in"], weight: ByRow, dtype: Any) -> Float[Array, "B *T fan_out"]:
+    """`x` times a matrix, and each row times the adapter in its own place. A row's bits do not depend on the other rows."""
+    stack, rows = weight.stack, x.reshape(x.shape[0], -1, x.shape[-1])
+    down, up, scale = (one[weight.place] for one in (stack.down, stack.up, stack.scale))
+    inner = jnp.einsum("bti,bir->btr", rows, down, preferred_element_type=jnp.float32).astype(x.dtype)
+    added = jnp.einsum("btr,bro->bto", inner, up, preferred_element_type=jnp.float32) * scale[:, None, None]
+    base = times(x, weight.base, dtype)
+    return base + added.reshape(base.shape).astype(base.dtype)

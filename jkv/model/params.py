@@ -21,6 +21,8 @@ from jkv.model.delta_weights import DeltaNet, DeltaParams
 from jkv.model.digests import hash_sum, tokenizer_digest, weights_digest
 from jkv.model.joined import separate_weights
 from jkv.model.sampling import Sampling
+from jkv.model.weight_records import AdapterStack as AdapterStack
+from jkv.model.weight_records import ByRow as ByRow
 from jkv.model.weight_records import Codes as Codes
 from jkv.model.weight_records import Experts as Experts
 from jkv.model.weight_records import LowRank as LowRank

@@ -24,7 +24,7 @@ from jaxtyping import AbstractArray, Array, Shaped
 
 from jkv.errors import refused
 from jkv.model.joined import is_joined, separate_weights
-from jkv.model.params import Codes, LowRank, Model, ModelConfig, Params
+from jkv.model.params import AdapterStack, Codes, LowRank, Model, ModelConfig, Params
 from jkv.pytrees import PyTree
 from pallas_kernels.blocks import Blocks
 
@@ -204,6 +204,9 @@ def matrix_specs(spec: Any, weight: Any) -> Any:
     if isinstance(weight, LowRank):
         down, up = (P(rows), P()) if rows else (P(), P(None, columns))
         return weight.replace(base=matrix_specs(spec, weight.base), down=down, up=up)
+    if isinstance(weight, AdapterStack):
+        down, up = (P(None, rows), P()) if rows else (P(), P(None, None, columns))
+        return AdapterStack(down=down, up=up, scale=P())
     if isinstance(weight, Codes):
         of_scale = spec if weight.code.ndim == 3 else P(columns) if columns else P()
         return Codes(code=spec, scale=of_scale)

@@ -46,6 +46,25 @@ class LowRank(PyTree):
     scale: float = static(default=1.0)
 
 
+class AdapterStack(PyTree):
+    """The low-rank adapters of one matrix in A places. An adapter of a lower rank is padded with zeros, and so is none."""
+
+    down: Any  # [A, in, rank]
+    up: Any  # [A, rank, out]
+    scale: Any  # [A] float32
+
+
+class ByRow(PyTree):
+    """A matrix and, for each row of what it multiplies, the adapter in one of the places of a stack.
+
+    It exists inside programs alone: an engine's weights and its adapters are separate, and replaced each by itself.
+    """
+
+    base: Any  # a matrix of any other form
+    stack: AdapterStack
+    place: Any  # [B] int32
+
+
 class Experts(PyTree):
     """The feed-forward blocks of a layer among which a router chooses some for each token (a mixture of experts)."""
 

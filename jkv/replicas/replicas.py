@@ -38,7 +38,7 @@ from jkv.engine.results import Result, make_result
 from jkv.engine.samples import Completion, Sample, samples_of, take_finished
 from jkv.engine.service import Reply, Service
 from jkv.engine.stats import RunStats, merged_stats
-from jkv.errors import refused
+from jkv.errors import InputError, refused
 from jkv.eviction import Policy
 from jkv.model import weights
 from jkv.model.joined import separate_weights
@@ -146,6 +146,9 @@ class Replicas:
         given = [full()] if given is None else given
         self.policies = spread_policies(given, len(given), model.params, options.kv_format)
         self.options = options
+        if options.max_adapters:
+            rule = "Replicas hold no adapters by name; got max_adapters={got}. Leave it out, or load the adapter's model."
+            raise InputError(rule, field="max_adapters", code="unsupported", got=options.max_adapters)
         check_known(CARRIERS, carrier=carrier)
         if ray is not None and carrier != "ray":
             rule = f'ray= has settings of actors; got carrier={carrier!r}. Write carrier="ray", or leave it out.'

@@ -33,7 +33,7 @@ class SampleOptions(TypedDict, total=False):
     """What a rollout is asked for besides prompts, by name. What is left out is the rollout's setting; so is None.
 
     Attributes:
-      n, max_new_tokens, stop_ids, stop_strings, first_sample, cache_salt, parse_special, form: see
+      n, max_new_tokens, stop_ids, stop_strings, first_sample, cache_salt, adapter, parse_special, form: see
         `jkv.RequestOptions`.
       top_logprobs: how many most likely tokens of each place `Rollouts.top` has, up to 64; 0 is none.
       sampling: None is temperature 1 without cuts and penalties, as a policy gradient needs it.
@@ -54,6 +54,7 @@ class SampleOptions(TypedDict, total=False):
     return_trace: bool
     first_sample: int
     cache_salt: str
+    adapter: str | None
     parse_special: bool
     form: Form | None
     top_logprobs: int | None

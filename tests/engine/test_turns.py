@@ -194,7 +194,7 @@ def test_tokens_that_are_none_are_refused_and_the_row_stays(shared, tokens, word
     with pytest.raises(ValueError, match=words):
         shared.extend(ticket, tokens)
     for settings, words_of_settings in (
-        ({"policy": jkv.full()}, "with its policy and salt; got policy"),
+        ({"policy": jkv.full()}, "with its policy, salt and adapter; got policy"),
         ({"n": 2}, "got n=2"),
         ({"first_sample": 1}, "got first_sample=1"),
         ({"cache_salt": "b"}, "got cache_salt='b'"),

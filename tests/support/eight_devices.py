@@ -286,6 +286,28 @@ def test_weights_with_adapters_or_unfolded_shapes_are_split_too(model):
     assert mesh.local_bytes(params, 8) == held
 
 
+def test_adapters_by_request_are_split_with_their_matrices():
+    params = init_params(UNTIED, jax.random.key(2), scale=0.3)
+
+    def results_on(on):
+        sizes = {"max_running": 2, "max_slots": MAX_SLOTS, "page_size": PAGE_SIZE, "max_adapters": 1, "adapter_rank": 4}
+        engine = jkv.Engine(params, **sizes, mesh=on)
+        engine.add_adapter("a", adapted(params))
+        tickets = [engine.submit(LONG, max_new_tokens=24, stop_ids=(), adapter=name) for name in ("a", None)]
+        engine.run()
+        return engine, [engine.result(ticket) for ticket in tickets]
+
+    _, expected = results_on(None)
+    engine, outs = results_on(devices_of(8))
+    assert expected[0].tokens.tolist() != expected[1].tokens.tolist()
+    for out, wanted in zip(outs, expected, strict=True):
+        assert out.tokens.tolist() == wanted.tokens.tolist()
+        np.testing.assert_allclose(out.logprobs, wanted.logprobs, atol=1e-4)
+    layer = engine.runner.adapters.stacks.layers[0]
+    for whole, axis in ((layer.query.up, 2), (layer.out.down, 1), (layer.up.up, 2), (layer.down.down, 1)):
+        assert whole.addressable_shards[0].data.shape[axis] * 8 == whole.shape[axis]
+
+
 def test_each_expert_is_split_by_its_width():
     config = dataclasses.replace(CONFIG, num_experts=4, num_active_experts=2, normalises_experts=True, whole_experts=False)
     params, settings = init_params(config, jax.random.key(4), scale=0.3), {"max_running": 2, "max_slots": MAX_SLOTS}

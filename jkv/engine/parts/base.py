@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 from jaxtyping import Array, Bool, Float, Int
 
 from jkv.cache.attention import Cache
+from jkv.engine.adapter_store import AdapterStore
 from jkv.engine.drafters import Drafter
 from jkv.engine.form_store import FormStore
 from jkv.engine.requests import Request
@@ -46,6 +47,7 @@ class Rows:
       routed_experts: whether programs return the experts that tokens go through.
       drafter: proposes tokens to steps that append several; None without such steps.
       forms: the tables of forms on the device.
+      adapters: the adapters on the device; None for an engine without places for any.
     """
 
     running: Mapping[int, Sample]
@@ -56,6 +58,7 @@ class Rows:
     routed_experts: bool = False
     drafter: Drafter | None = None
     forms: FormStore | None = None
+    adapters: AdapterStore | None = None
 
     @property
     def requests(self) -> Sequence[Request]:

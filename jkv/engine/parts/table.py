@@ -4,6 +4,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from jkv.engine.parts.adapters import Adapters
 from jkv.engine.parts.alignment import Alignment
 from jkv.engine.parts.bad_words import BadWords
 from jkv.engine.parts.base import Rows, StepPart
@@ -21,6 +22,7 @@ from jkv.engine.parts.steering import Steering
 class Parts(NamedTuple):
     """The parts of an engine's steps; None for those that are not on."""
 
+    adapters: Adapters | None = None
     forced: ForcedTokens | None = None
     biases: Biases | None = None
     bad_words: BadWords | None = None
