@@ -4,10 +4,11 @@ import argparse
 import dataclasses
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from jkv.checks import install, words
+from jkv.checks import install, shown, words
 from jkv.cli.inputs import LOOKS, load_model
 from jkv.cli.options import (
     BUDGET,
@@ -60,6 +61,14 @@ OPTIONS = (
         "as module:name",
         words,
         {"metavar": "NAMES"},
+    ),
+    Option(
+        "adapter",
+        list,
+        [],
+        "a low-rank adapter of peft, which requests choose by its name as their model; may be repeated",
+        str,
+        {"action": "append", "metavar": "NAME=FOLDER"},
     ),
     Option("allow_policies", list, [], "only these may be named; default: all", words, {"metavar": "NAMES"}),
     Option("host", str, "127.0.0.1", "where to listen; default: 127.0.0.1, this machine alone"),
@@ -154,6 +163,7 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"serve needs starlette, uvicorn and prometheus-client; {error}. Run: {install('serve')}") from None
     import logging
 
+    from jkv.checkpoints.adapters import highest_rank
     from jkv.engine.drafters import drafter_named
     from jkv.engine.engine import Engine
     from jkv.policies import has_budget, make, r_kv
@@ -180,8 +190,12 @@ def run(options: argparse.Namespace) -> int:
         **{name: getattr(options, name) for name in SERVER},
     )
     policy = make(server_options.policy, settings)
+    adapters = read_adapters(options.adapter)
     place = listen(options.host, options.port)
     model = load_model(options.model, vars(options), replicas=False)
+    if (own := server_options.name or model.name) in adapters:
+        rule = f"--adapter must have another name than the model; got {own} for both. Rename either."
+        raise refused(rule, adapter="conflict")
     positions, is_sealed = model.config.max_positions, options.kv_dtype in SEALED
     engine = Engine(
         model,
@@ -198,7 +212,11 @@ def run(options: argparse.Namespace) -> int:
         kernels=options.kernels,
         speculate=drafter_named(options.speculate, options.drafts),
         prefix_cache=not (options.no_prefix_cache or model.config.unpaged_layers or is_sealed),
+        max_adapters=len(adapters),
+        adapter_rank=max((highest_rank(folder, model.params) for folder in adapters.values()), default=1),
     )
+    for name, folder in adapters.items():
+        engine.add_adapter(name, folder)
     if options.host not in LOCAL and not server_options.keys:
         print(f"jkv: warning: any machine that reaches {options.host} may use the model. Give --api-key.", file=sys.stderr)
     if "*" in options.origins and not server_options.keys:
@@ -208,6 +226,22 @@ def run(options: argparse.Namespace) -> int:
     print(f"jkv: serving {name}, policy {policy}, at {address}", file=sys.stderr, flush=True)
     run_server(engine, server_options, place, options.drain, options.warm_up, trainer)
     return 0
+
+
+def read_adapters(pairs: Iterable[str]) -> dict[str, Path]:
+    """The folder of each adapter, by its name.
+
+    Raises:
+      ValueError: a text that is no pair, or a name that comes twice.
+    """
+    folders: dict[str, Path] = {}
+    for pair in pairs:
+        name, equals, folder = pair.partition("=")
+        if not (equals and name.strip() and folder.strip()) or name.strip() in folders:
+            rule = f"--adapter takes NAME=FOLDER, each name once; got {shown(pair)}. Write --adapter mine=path/to/folder."
+            raise refused(rule, adapter="invalid")
+        folders[name.strip()] = Path(folder.strip())
+    return folders
 
 
 def check_trainer(options: argparse.Namespace, key: str | None, has_keys: bool) -> None:

@@ -72,6 +72,11 @@ class About:
         of_token = num_layer_heads(engine.model.params) * engine.page_bytes / engine.capacity.page_size
         return {"kv_pool_bytes": engine.num_pages * engine.page_bytes, "kv_bytes_per_token": of_token}
 
+    def cards(self) -> list[dict[str, Any]]:
+        """What clients see of the model and its adapters, each of which names the model as its parent."""
+        own = self.card()
+        return [own, *({**own, "id": name, "parent": own["id"]} for name in self.server.service.engine.adapters)]
+
     def card(self) -> dict[str, Any]:
         """What clients see of the model."""
         options, template = self.server.options, getattr(self.server.encoder.model.tokenizer, "chat_template", None)
@@ -82,13 +87,15 @@ class About:
         )
 
     async def models(self, request: Request) -> Response:
-        """`/v1/models`: the one that is served."""
-        return JSONResponse({"object": "list", "data": [await asyncio.to_thread(self.card)]})
+        """`/v1/models`: the one that is served, and its adapters."""
+        return JSONResponse({"object": "list", "data": await asyncio.to_thread(self.cards)})
 
     async def one_model(self, request: Request) -> Response:
-        """`/v1/models/{name}`: the same, by its name."""
-        self.server.check_model(request.path_params["name"])
-        return JSONResponse(await asyncio.to_thread(self.card))
+        """`/v1/models/{name}`: one of them, by its name."""
+        name = request.path_params["name"]
+        self.server.check_model(name)
+        cards = await asyncio.to_thread(self.cards)
+        return JSONResponse(next(card for card in cards if card["id"] == name))
 
     async def tokenize(self, request: Request) -> Response:
         """`/tokenize`: the token ids of `prompt`, or of `messages`, of any length."""

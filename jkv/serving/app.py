@@ -109,7 +109,7 @@ class Server:
         """`/v1/chat/completions` and `/v1/completions`."""
         kind, name = KINDS[request.url.path]
         fields = await self.read(kind, request)
-        head = self.head(name)
+        head = self.head(name, fields.model)
         writer = Writer(head, functools.partial(whole, self.model, head), functools.partial(stream, self.model, head))
         return await self.answer(request, fields, writer)
 
@@ -125,7 +125,7 @@ class Server:
         def unstored(error: InputError) -> ChatFields | None:
             return fields if may_store and error.field == "keep" else None
 
-        head = self.head("response")
+        head = self.head("response", fields.model)
         writer = responses_api.ResponseWriter(self.model, head, asked, self.answers.add)
         first = dataclasses.replace(fields, store=True) if may_store else fields
         return await self.answer(request, first, Writer(head, writer.whole, writer.stream), unstored)
@@ -137,7 +137,7 @@ class Server:
         fields = self.fields_of(
             ChatFields, messages_api.chat_body(body), request, messages_api.NAMES, messages_api.unread(body)
         )
-        head, reasons = self.head("message"), dict(messages_api.REASONS)
+        head, reasons = self.head("message", fields.model), dict(messages_api.REASONS)
 
         def shorter(error: InputError) -> ChatFields | None:
             if error.code != "does_not_fit" or "asked" not in error.values:
@@ -166,9 +166,9 @@ class Server:
         self.conversations.forget(name)
         return JSONResponse({"id": name, "object": "response", "deleted": True})
 
-    def head(self, kind: str) -> Head:
-        """What the answer to a call begins with."""
-        return Head(kind, self.name, "abort" if self.options.abort_reason else "length")
+    def head(self, kind: str, model: str | None) -> Head:
+        """What the answer to a call begins with, which names the model as the call does."""
+        return Head(kind, model or self.name, "abort" if self.options.abort_reason else "length")
 
     async def answer(
         self,
@@ -226,8 +226,9 @@ class Server:
     async def make_job(self, fields: ChatFields | CompletionFields, last: Stored | None) -> Job:
         """Encodes and checks a call."""
         kv_format = self.service.engine.options.kv_format
+        adapter = None if fields.model in (None, "", self.name) else fields.model
         if last is None:
-            job = await asyncio.to_thread(make_job, self.encoder, fields, self.options, kv_format)
+            job = await asyncio.to_thread(make_job, self.encoder, fields, self.options, kv_format, adapter)
             return dataclasses.replace(job, groups=[fitted(self.service.engine, group) for group in job.groups])
         assert isinstance(fields, ChatFields)
         assert last.ticket is not None
@@ -235,7 +236,7 @@ class Server:
             row = self.service.kept_row(last.ticket)
         except ValueError as error:  # such as after a reset
             raise RefusalError(404, str(error), "previous_response_id") from None
-        return await asyncio.to_thread(make_turn, self.encoder, fields, self.options, row, last.messages, kv_format)
+        return await asyncio.to_thread(make_turn, self.encoder, fields, self.options, row, last.messages, kv_format, adapter)
 
     def submit(self, job: Job, head: Head, last: Stored | None) -> list[Ticket]:
         """Submits all requests of a call, or none; stores the response, if it is to be stored."""
@@ -332,9 +333,12 @@ class Server:
         return fields
 
     def check_model(self, name: str | None) -> None:
-        """Refuses another model's name."""
-        if name not in (None, "", self.name):
-            raise RefusalError(404, f"model must be {self.name}, the one that is served; got {shown(name)}.", "model")
+        """Refuses another name than the model's and those of its adapters."""
+        adapters = self.service.engine.adapters
+        if name not in (None, "", self.name, *adapters):
+            or_adapter = f", or an adapter ({', '.join(adapters)})" if adapters else ""
+            rule = f"model must be {self.name}, the one that is served{or_adapter}; got {shown(name)}."
+            raise RefusalError(404, rule, "model")
 
     def check_room(self, count: int) -> None:
         """Refuses samples that would wait behind too many others."""

@@ -336,6 +336,7 @@ def make_turn(
     row: KeptRow,
     history: list[Any],
     kv_format: Format | None = None,
+    adapter: str | None = None,
 ) -> Job:
     """Encodes and checks a call that continues a response, which left a row; `history` are the messages before that.
 
@@ -349,6 +350,9 @@ def make_turn(
     if (fields.policy is not None or fields.settings) and in_slots(policy_of(fields, options), slot) != policy:
         rule = "A conversation keeps its {field}, {own}; got another with previous_response_id. Leave it out."
         raise InputError(rule, field="policy", code="conflict", own=str(policy))
+    if fields.model and (adapter or "") != row.request.adapter:
+        rule = "A conversation keeps its {field}; got another one with previous_response_id, {got}. Leave it out."
+        raise InputError(rule, field="model", code="conflict", got=shown(fields.model))
     salt = row.request.cache_salt
     if fields.cache_salt not in (None, salt):
         rule = "{field} is the conversation's own with previous_response_id; got another one, {got}. Leave it out."
@@ -373,14 +377,22 @@ def make_turn(
 
 
 def make_job(
-    encoder: Encoder, fields: ChatFields | CompletionFields, options: ServerOptions, kv_format: Format | None = None
+    encoder: Encoder,
+    fields: ChatFields | CompletionFields,
+    options: ServerOptions,
+    kv_format: Format | None = None,
+    adapter: str | None = None,
 ) -> Job:
-    """Encodes and checks a call; `kv_format` is that of the engine's pool.
+    """Encodes and checks a call; `kv_format` is that of the engine's pool, and `adapter` the name that it gives as its model.
 
     Raises:
       ValueError: a request that the model cannot serve.
     """
     model = encoder.model
+    if adapter and fields.num_scored is not None:
+        rule = "{field} scores prompts with the model itself; got the adapter {got}. Leave it out, or name the model."
+        field = "echo" if fields.prompt_logprobs is None else "prompt_logprobs"
+        raise InputError(rule, field=field, code="unsupported", got=shown(adapter))
     calls = None
     if isinstance(fields, ChatFields):
         calls = encoder.calls(fields)
@@ -398,6 +410,7 @@ def make_job(
             stop_ids=fields.stop_ids(model),
             stop_strings=fields.stop_strings,
             cache_salt=fields.cache_salt or "",
+            adapter=adapter,
             prompt_piece=fields.prompt_piece,
             **fields.returned(sampling),
             **fields.excluded,

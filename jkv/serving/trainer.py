@@ -111,7 +111,8 @@ class Trainer:
         server.check_room(fields.n * fields.num_prompts)
         job = await server.make_job(fields, None)
         server.check_room(job.num_open)
-        tickets = server.submit(job, Head("generate", server.name), None)
+        head = Head("generate", fields.model or server.name)
+        tickets = server.submit(job, head, None)
         finish = server.begin(request, job, tickets, headers["x-request-id"])
         try:
             results = await until_gone(request, asyncio.ensure_future(gathered(tickets)))
@@ -120,7 +121,7 @@ class Trainer:
         if failure := failure_of(results):
             raise RefusalError(500, failure)
         return JSONResponse(
-            {"id": f"gen-{secrets.token_hex(12)}", "model": server.name, **samples_of(job, results)}, headers=headers
+            {"id": f"gen-{secrets.token_hex(12)}", "model": head.model, **samples_of(job, results)}, headers=headers
         )
 
     async def pause(self, request: Request) -> Response:
