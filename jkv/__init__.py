@@ -31,7 +31,7 @@ from jkv.checkpoints.adapters import load_adapter
 from jkv.checkpoints.loading import load
 from jkv.checkpoints.saved_weights import restore, save
 from jkv.checkpoints.state_dicts import params_from
-from jkv.engine.drafters import ngram, siblings
+from jkv.engine.drafters import draft_pages, ngram, siblings
 from jkv.engine.engine import Engine
 from jkv.engine.kept_rows import Transcript
 from jkv.engine.options import EngineOptions
@@ -129,6 +129,7 @@ __all__ = [
     "chain",
     "choose",
     "compare",
+    "draft_pages",
     "evict_by",
     "forms",
     "generate",

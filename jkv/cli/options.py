@@ -164,8 +164,8 @@ SPECULATE = Option(
     "speculate",
     str,
     None,
-    "guesses the next tokens: ngram from the text so far, siblings from all samples of the prompt, auto as many as should pay; "
-    "default: one token a step",
+    "guesses the next tokens: ngram from the text so far, siblings from all samples of the prompt, draft_pages by the model "
+    "itself over some pages of its cache, auto as many as should pay; default: one token a step",
 )
 DRAFTS = Option("drafts", int, None, "guesses that a step checks, 1 to 7; default: 3", more={"metavar": "N"})
 KERNELS = Option(

@@ -1,7 +1,8 @@
 """Where guesses of a row's next tokens come from, for steps that append several (`jkv.engine.speculation`).
 
-A drafter looks at each row's tokens so far, on the device, and proposes what may follow. Guesses never change a token: a row
-keeps those that it would have drawn anyway, and the better they are, the fewer steps it takes.
+A drafter looks at each row's tokens so far, on the device, and proposes what may follow; `DraftPages` lets the model itself
+decode ahead. Guesses never change a token: a row keeps those that it would have drawn anyway, and the better they are, the
+fewer steps it takes.
 
 A drafter of your own is a frozen dataclass with `drafts`, `history` and `propose`, as `Ngram` has.
 """
@@ -21,6 +22,7 @@ AUTO = "auto"  # in place of a drafter: as many guesses as should pay
 MOST_DRAFTS = 7  # a step appends at most 8 tokens to a row
 MOST_HISTORY = 1 << 17
 MOST_LENGTH = 16  # of an n-gram
+MOST_PAGES = 1 << 16
 
 
 class Proposal(NamedTuple):
@@ -125,6 +127,42 @@ class Siblings(Ngram):
         return continued(history[text], length[row, text], self.least, self.drafts)
 
 
+@dataclasses.dataclass(frozen=True)
+class DraftPages:
+    """What the model itself draws when it reads only some pages of the row's cache: for long caches, on accelerators.
+
+    Before each step that checks guesses, the model decodes so many tokens ahead, one at a time (`jkv.engine.page_drafts`). It
+    reads a row's first page and its newest ones, in each layer and KV head, besides what it decodes ahead. So a guess costs a
+    pass through the weights, which all rows share, and little of the cache. It pays where reading the cache is most of a step.
+    Layers with a window or a recurrent state read what they always read.
+
+    Attributes:
+      drafts: tokens that it decodes ahead, 1 to 7.
+      pages: pages that it reads, the first one and the page of the newest token among them; at least 2.
+
+    Raises:
+      ValueError: a number out of its range.
+    """
+
+    drafts: int = 3
+    pages: int = 8
+
+    def __post_init__(self) -> None:
+        for name, least, most in (("drafts", 1, MOST_DRAFTS), ("pages", 2, MOST_PAGES)):
+            object.__setattr__(self, name, typed(name, getattr(self, name), int))
+            if not least <= getattr(self, name) <= most:
+                raise out_of_range(name, f"be {least} to {most:,}", getattr(self, name))
+
+    @property
+    def history(self) -> int:
+        """The last tokens of a row that it sees: the cache has the others."""
+        return 1
+
+    def propose(self, history: Int[Array, "B S"], prompt: Int[Array, " B"]) -> Proposal:
+        """As many guesses as it makes; the step that checks them decodes the tokens."""
+        return Proposal(jnp.zeros((len(history), self.drafts), jnp.int32), jnp.full(len(history), self.drafts, jnp.int32))
+
+
 def repeated(text: Int[Array, "B S"], history: Int[Array, "B S"], most: int) -> Int[Array, "B S"]:
     """How many tokens up to each place of a text are the newest ones of a history, at most `most`."""
     same, length = jnp.ones(text.shape, bool), jnp.zeros(text.shape, jnp.int32)
@@ -159,7 +197,12 @@ def siblings(drafts: int = 3, *, most: int = 4, least: int = 2, history: int = 1
     return Siblings(drafts, most, least, history)
 
 
-DRAFTERS = {"ngram": ngram, "siblings": siblings}
+def draft_pages(drafts: int = 3, *, pages: int = 8) -> DraftPages:
+    """Guesses by the model itself, over some pages of the row's cache: the first one and the newest. See `DraftPages`."""
+    return DraftPages(drafts, pages)
+
+
+DRAFTERS = {"ngram": ngram, "siblings": siblings, "draft_pages": draft_pages}
 
 
 def drafter_named(name: str | None, drafts: int | None = None) -> Drafter | str | None:

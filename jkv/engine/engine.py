@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from jkv import notebook
+from jkv.cache.pool import num_pages_of
 from jkv.checks import described, size
 from jkv.engine import mesh as meshes
 from jkv.engine import row_moves, turns
@@ -119,8 +120,8 @@ class Engine:
         if options.speculate == AUTO:
             drafter = guesses_for(model.params, named, max_running, options.kv_format, bool(options.max_adapters))
             self.options = options = dataclasses.replace(options, speculate=drafter)
-        drafter = check_speculation(options, named, config, max_running)
         self.max_slots = options.max_slots or min(config.max_positions, 4096)
+        drafter = check_speculation(options, named, config, max_running, num_pages_of(self.max_slots, page_size))
         self.page_bytes = page_bytes(model.params, page_size, self.needs.bounds, options.kv_format)
         sizes: Any = {"page_size": page_size, "bytes_per_page": self.page_bytes, "num_shards": num_shards}
         sizes |= {"kv_memory": options.kv_memory, "num_pages": options.num_pages, "kv_format": options.kv_format}

@@ -117,8 +117,8 @@ class EngineOptions:
         device program that fails takes with it; without a copy, turns that continue it end with the reason "error". A copy
         takes the row's bytes, and the time to move them at the end of each turn.
       speculate: guesses of the next tokens, which a step checks all at once, so that a text that repeats itself takes fewer
-        steps: `jkv.ngram()`, `jkv.siblings()`, their names, or a drafter of your own (`jkv.engine.drafters.Drafter`). Tokens
-        are those of plain decoding. It pays where a step of several tokens of each row takes hardly longer than one of one:
+        steps: `jkv.ngram()`, `jkv.siblings()`, their names, or a drafter of your own (`jkv.engine.drafters.Drafter`). With
+        `jkv.draft_pages()` the model itself makes them, over some pages of its cache. Tokens are those of plain decoding. It pays where a step of several tokens of each row takes hardly longer than one of one:
         few rows, and a model that is not tiny. Rows whose policy decides with each token, or with penalties, take one token a
         step beside the others (`stats.not_drafted`). "auto" chooses `jkv.ngram` with as many guesses as should pay for
         `max_running` rows on this device, or none (`jkv.engine.policy_checks.guesses_for`). None appends one token in each

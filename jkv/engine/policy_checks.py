@@ -12,14 +12,14 @@ from jax import Array
 
 from jkv.checks import described, shown
 from jkv.engine.adapter_store import unknown
-from jkv.engine.drafters import Drafter, check_drafter, ngram
+from jkv.engine.drafters import Drafter, DraftPages, check_drafter, ngram
 from jkv.engine.interrupts import call, deferred_interrupts
 from jkv.engine.options import EngineOptions
 from jkv.engine.parts.drafting import why_by_step
 from jkv.engine.requests import Request
 from jkv.engine.row_views import facts_for, view_of_rows
 from jkv.engine.state import State
-from jkv.errors import InputError
+from jkv.errors import InputError, refused
 from jkv.eviction import Needs, Policy
 from jkv.eviction.byte_budget import check_sealing, check_sealing_on
 from jkv.eviction.evict import Evict
@@ -53,8 +53,10 @@ def check_policy(
         raise InputError(rule, field="policy", code="unsupported", own=str(gate), name=policy.name, got=got)
 
 
-def check_speculation(options: EngineOptions, policies: Sequence[Policy], config: ModelConfig, num_rows: int) -> Drafter | None:
-    """The drafter of an engine, if it has one that works there.
+def check_speculation(
+    options: EngineOptions, policies: Sequence[Policy], config: ModelConfig, num_rows: int, max_pages: int
+) -> Drafter | None:
+    """The drafter of an engine, if it has one that works there; a row has at most `max_pages` in a layer and KV head.
 
     Raises:
       ValueError: what is wrong with it, or why no row of these policies can be guessed: each decides in every step.
@@ -65,7 +67,23 @@ def check_speculation(options: EngineOptions, policies: Sequence[Policy], config
     if reasons and all(reasons):
         rule = "speculate needs rows that take several tokens in a step, and none here can: {reasons}. Leave it out."
         raise InputError(rule, field="speculate", code="unsupported", reasons="; ".join(dict.fromkeys(map(str, reasons))))
+    if isinstance(options.speculate, DraftPages):
+        check_draft_pages(options.speculate, options, config, max_pages)
     return check_drafter(options.speculate, config.vocab_size, num_rows)
+
+
+def check_draft_pages(drafter: DraftPages, options: EngineOptions, config: ModelConfig, max_pages: int) -> None:
+    """Refuses to let a model decode ahead over some of a row's pages where there are none to choose from."""
+    rule, how = "", "Use jkv.ngram() instead."
+    if config.num_paged_layers == 0:
+        rule = "draft_pages needs layers whose keys and values are in pages; this model has none."
+    elif isinstance(options.kv_format, SealedFormat):
+        rule = f'draft_pages needs pages that can be written over, and kv_dtype="{options.kv_dtype}" seals them.'
+    elif drafter.pages > max_pages:
+        rule = f"draft_pages reads {drafter.pages} pages, and a row has at most {max_pages} here, so it would save nothing."
+        how = f"Write jkv.draft_pages(pages={max_pages}) or less, or use jkv.ngram()." if max_pages > 1 else how
+    if rule:
+        raise refused(f"{rule} {how}", speculate="unsupported")
 
 
 def guesses_for(

@@ -31,6 +31,7 @@ from jaxtyping import Array, Bool, Int
 from jkv.cache import pool as pages
 from jkv.cache import sealed_pages, states
 from jkv.cache.attention import Cache
+from jkv.engine import page_drafts
 from jkv.engine.chunk import (
     TRACED,
     ChunkInputs,
@@ -41,7 +42,7 @@ from jkv.engine.chunk import (
     draw_tokens,
     rows_alive,
 )
-from jkv.engine.drafters import Drafter, is_token, places_of
+from jkv.engine.drafters import Drafter, DraftPages, is_token, places_of
 from jkv.engine.parts.base import Carried, Step
 from jkv.engine.parts.drafting import Drafts
 from jkv.engine.state import State
@@ -76,6 +77,26 @@ def decode_chunk(
         and row_invariance.holds(params, kv_format, len(row) * places)
     )
 
+    def placed(
+        pool: pages.Pool, count: Int[Array, " B"], num_new: Int[Array, " B"], width: int
+    ) -> tuple[pages.Pool, Int[Array, "L B K T"]]:
+        """Where the next tokens go, in rows that have had `count` tokens in the chunk."""
+        if address is None:
+            return pages.reserve(pool, row, num_new, width)
+        return pool, addresses_of(address, count, jnp.arange(width, dtype=jnp.int32) < num_new[:, None])
+
+    def decoded_ahead(new: Step, count: Int[Array, " B"], carries: dict[str, Any]) -> Step:
+        """The step with guesses of the model itself."""
+        assert isinstance(drafter, DraftPages)
+        num_guesses = jnp.maximum(new.num_new - 1, 0)
+        pool, of_guesses = placed(new.cache.pool, count, num_guesses, places)
+        ahead = new._replace(cache=new.cache._replace(pool=pool), num_new=num_guesses)
+        ahead = page_drafts.guess(drafter, inputs, carries, ahead, of_guesses, count + 1, draws)
+        pool = ahead.cache.pool
+        if address is None:  # the step reserves slots again, after its parts
+            pool = pages.give_back(pool, row, num_guesses, places)
+        return ahead._replace(cache=ahead.cache._replace(pool=pool), num_new=new.num_new)
+
     def guess(first: Drawn, is_active: Bool[Array, " B"], count: Int[Array, " B"], drafts: Drafts) -> tuple[Array, Array]:
         """The tokens of the next step, and how many of them are new: the one that is drawn, and guesses of those after it."""
         history = jnp.concatenate([drafts.history, first.token[:, None]], axis=1)
@@ -96,13 +117,13 @@ def decode_chunk(
 
         position = cache.pool.logical_length[:, None] + place
         new = Step(params, cache, row, jnp.where(is_new, token, 0), num_new, runs)
+        if isinstance(drafter, DraftPages) and width > 1:
+            new = decoded_ahead(new, count, carries)
+            all_tokens = token = new.token
         for name, part in parts.items():
             new, carries[name] = part.take(new, carries[name])
-        if address is None:
-            pool, of_step = pages.reserve(new.cache.pool, row, num_new, width)
-            new = new._replace(cache=new.cache._replace(pool=pool))
-        else:
-            of_step = addresses_of(address, count, is_new)
+        pool, of_step = placed(new.cache.pool, count, num_new, width)
+        new = new._replace(cache=new.cache._replace(pool=pool))
         has_next = runs & ~first.is_last & (count + 1 < inputs.remaining)  # of a row that takes one token
         cache, attend = attention_of(inputs, new, of_step, has_next)
         given = new.params, new.token, position, attend, cache, new.enter, new.observe, new.choose

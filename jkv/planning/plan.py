@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jkv import notebook
 from jkv.cache import default_page_size
+from jkv.cache.pool import num_pages_of
 from jkv.cache.slot_size import slot_size
 from jkv.checkpoints.gguf_header import read_header
 from jkv.checkpoints.loading import find_gguf
@@ -172,7 +173,9 @@ def plan(
     sampling = DRAWN if sampling is None else typed("sampling", sampling, Sampling)
     if speculate == AUTO:  # no more guesses on an accelerator
         speculate = None if why_by_step(policy) else ngram()
-    drafter = check_speculation(EngineOptions(speculate=speculate), [policy], config, 1)
+    max_slots = policy.widest(prompt, length - prompt, config.num_paged_layers, config.num_kv_heads)
+    options = EngineOptions(speculate=speculate, kv_dtype=kv_dtype, page_size=page_size)
+    drafter = check_speculation(options, [policy], config, 1, num_pages_of(max_slots, page_size))
     of_weights = check_format(weight_dtype)
     stored = stored_shapes(model, config, device, dtype) if of_weights == AS_STORED else None
     setting = Setting(

@@ -1,0 +1,93 @@
+"""Guesses by the model itself, which decodes ahead over a few pages of each row's exact cache (`jkv.draft_pages`).
+
+Drafters propose from tokens alone. This one needs the cache, so `propose` only says how many guesses there are, and the step
+that checks them makes them first: here, once it is known which rows have some.
+
+A guess is a plain decode step on a view of the cache in which each row's table has its first page and its newest ones. Its
+keys and values go where the exact step puts its own: into the slots, and the places of rings, of the same tokens. The exact
+step writes all of them before it reads any, so the pool needs no second copy and no repair, and no bit of the exact step
+depends on guesses. Nothing else of a view is kept: no lengths, last queries, bounds of pages or recurrent states.
+
+Guesses are drawn by the key of their own position, as the exact step draws. So they are the same tokens where both
+distributions are near each other, at any temperature, and always where the pages are the whole row.
+
+After "TriForce" (H. Sun et al., 2024, arXiv 2404.11912), which drafts over a part of the model's own cache, with another rule of
+acceptance. It ranks parts by attention. Here the choice is by place: what a row has read shows only in logits, which the exact
+step does not keep, and bounds of pages are kept for Quest alone, whose rows take one token a step.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jkv.cache.attention import Cache
+from jkv.cache.pool import LOG_WEIGHT, NULL_PAGE, Pool, num_pages_of
+from jkv.engine.chunk import ChunkInputs, attention_of, draw_tokens
+from jkv.engine.drafters import DraftPages
+from jkv.engine.parts.base import Step
+from jkv.model import decoder
+
+
+def guess(
+    drafter: DraftPages,
+    inputs: ChunkInputs,
+    carries: Mapping[str, Any],
+    new: Step,
+    address: Int[Array, "L B K T"],
+    number: Int[Array, " B"],
+    draws: str,
+) -> Step:
+    """The step with guesses after the first token of each row.
+
+    `new.num_new` are the guesses of each row. The tokens before them are written at `address`, which has NULL_PAGE beyond.
+    `number` is that of a row's first guess among the tokens that it draws in the chunk.
+    """
+    view, num_seen = view_of(new.cache.pool, drafter), new.cache.pool.logical_length
+    inputs = inputs._replace(rules=None, reads=None, sinks=None)  # of rows without guesses
+
+    def draft(place: Int[Array, ""], loop: tuple[Any, ...]) -> tuple[Any, ...]:
+        kv, windows, states, token = loop
+        pool = view.replace(kv=kv, length=view.length + place, logical_length=num_seen + place)
+        runs = place < new.num_new
+        one = jax.lax.dynamic_slice_in_dim(token, place, 1, axis=1)
+        at = jnp.where(runs[None, :, None, None], jax.lax.dynamic_slice_in_dim(address, place, 1, axis=3), NULL_PAGE)
+        step = Step(new.params, Cache(pool, None, windows=windows, states=states), new.row, one, runs.astype(jnp.int32), runs)
+        cache, attend = attention_of(inputs, step, at, runs)
+        position = pool.logical_length[:, None]
+        hidden, cache = decoder.forward(step.params, one, position, attend, cache, rotates=False)
+        logits = decoder.unembed(step.params, hidden)
+        drawn = draw_tokens(inputs, carries, logits, position + 1, (number + place)[:, None], draws)
+        token = jax.lax.dynamic_update_slice_in_dim(token, jnp.where(runs[:, None], drawn.token, 0), place + 1, axis=1)
+        return cache.pool.kv, cache.windows, cache.states, token
+
+    begin = new.cache.pool.kv, new.cache.windows, new.cache.states, new.token
+    kv, windows, _, token = jax.lax.fori_loop(0, new.num_new.max(), draft, begin)
+    cache = new.cache._replace(pool=new.cache.pool.replace(kv=kv), windows=windows)
+    return new._replace(cache=cache, token=token)
+
+
+def view_of(pool: Pool, drafter: DraftPages) -> Pool:
+    """The pool with tables of each row's first page, its newest ones, and those of the tokens that are guessed after.
+
+    In: pages 0 to 6 of a row, `pages=3` -> Out: pages 0, 5, 6, and lengths without the slots of pages 1 to 4.
+    """
+    num_after = num_pages_of(drafter.drafts, pool.page_size)
+    num_pages, max_pages = drafter.pages + num_after, pool.page_table.shape[3]
+    num_left_out = jnp.maximum(num_pages_of(pool.length, pool.page_size) - drafter.pages, 0)
+    index = jnp.arange(min(num_pages, max_pages), dtype=jnp.int32)
+    entry = jnp.where(index == 0, 0, jnp.minimum(index + num_left_out[..., None], max_pages - 1))
+    slot_data = {}
+    if LOG_WEIGHT in pool.slot_data:
+        by_page = pool.slot_data[LOG_WEIGHT].reshape(*pool.page_table.shape, pool.page_size)
+        weight = jnp.take_along_axis(by_page, entry[..., None], axis=3)
+        slot_data = {LOG_WEIGHT: weight.reshape(*pool.length.shape, -1)}
+    return pool.replace(
+        page_table=jnp.take_along_axis(pool.page_table, entry, axis=3),
+        length=pool.length - num_left_out * pool.page_size,
+        slot_data=slot_data,
+        vacant_slot=None,
+        bounds=None,
+    )
