@@ -298,12 +298,15 @@ def test_other_prompts_lengths_and_guesses_compile_nothing():
         assert program.num_compiled() == before
 
 
-@pytest.mark.parametrize("name", ["windows", "steps without guesses", pytest.param("states", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["windows", "steps without guesses", "drafts over pages", pytest.param("states", marks=pytest.mark.slow)]
+)
 def test_no_step_copies_the_pool(name):
     """Where steps without guesses pass one token, two loops do so: with a branch, XLA copies the pool."""
+    drafter = jkv.draft_pages() if name == "drafts over pages" else jkv.ngram(history=64)
     config = dataclasses.replace(MODELS["windows"].config, width=64, head_size=32, num_query_heads=2, num_kv_heads=1)
     model = MODELS[name] if name in MODELS else tiny_model(1, config, TinyTokenizer())
-    engine = jkv.Engine(model, speculate=jkv.ngram(history=64), policies=[POLICIES["r_kv"]], **SIZES)
+    engine = jkv.Engine(model, speculate=drafter, policies=[POLICIES["r_kv"]], **SIZES)
     engine.submit(PROMPTS[0], POLICIES["r_kv"], jkv.Sampling(seed=1), 20, stop_ids=())
     engine.step()
     runner = engine.runner
@@ -311,7 +314,7 @@ def test_no_step_copies_the_pool(name):
     args = runner.params, runner.state, inputs, runner._carried, 16, runner.draws, False, runner.drafter
     text = jkv.engine.programs.decode_chunk.trace(*args).lower().compile().as_text()
     cache = runner.state.cache
-    assert row_invariance.holds(runner.params, None, 12) == (name == "steps without guesses")
+    assert row_invariance.holds(runner.params, None, 12) == (name in ("steps without guesses", "drafts over pages"))
     beside = cache.states[0].memory if name == "states" else cache.windows.kv
     for array in (cache.pool.kv, cache.query_ring, beside):
         assert not find_copies(text, array.shape)
