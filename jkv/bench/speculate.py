@@ -15,7 +15,8 @@ import numpy as np
 
 from jkv.bench.fixtures import usual_page_size
 from jkv.bench.rounds import in_turns
-from jkv.engine.drafters import ngram
+from jkv.checks import check_known
+from jkv.engine.drafters import DRAFTERS
 from jkv.engine.engine import Engine
 from jkv.engine.results import complete
 from jkv.errors import refused
@@ -63,13 +64,19 @@ def measure(
     drafts: Sequence[int],
     new_tokens: int,
     rounds: int,
+    drafter: str = "ngram",
     report: Report = print,
 ) -> dict[str, Any]:
-    """Figures of every kind of text, number of rows, policy and number of guesses; 0 guesses are plain decoding."""
+    """Figures of every kind of text, number of rows, policy and number of guesses; 0 guesses are plain decoding.
+
+    Raises:
+      ValueError: an unknown drafter, or a model without a tokenizer.
+    """
+    check_known(DRAFTERS, drafter=drafter)
     records, kinds = [], texts_of(model)
     for batch in batches:
         for policy in policies:
-            engines = {number: engine_of(model, policy, batch, number, new_tokens, kinds) for number in (0, *drafts)}
+            engines = {number: engine_of(model, policy, batch, number, new_tokens, kinds, drafter) for number in (0, *drafts)}
             for kind, prompts in kinds.items():
                 chosen = [prompts[i % len(prompts)] for i in range(max(batch, len(prompts)))]
                 temperature = 0.0 if kind == "repeats" else 1.0
@@ -94,8 +101,8 @@ def measure(
                     }
                     records.append(figures)
                     report(figures)
-    about = {"model": repr(model), "new_tokens": new_tokens, "page_size": usual_page_size(), "rounds": rounds}
-    return about | {"records": records}
+    about = {"model": repr(model), "drafter": drafter, "new_tokens": new_tokens, "page_size": usual_page_size()}
+    return about | {"rounds": rounds, "records": records}
 
 
 def median_seconds(turns: Sequence[dict[str, Any]]) -> float:
@@ -104,13 +111,13 @@ def median_seconds(turns: Sequence[dict[str, Any]]) -> float:
 
 
 def engine_of(
-    model: Model, policy: Policy, batch: int, drafts: int, new_tokens: int, kinds: Mapping[str, Sequence[str]]
+    model: Model, policy: Policy, batch: int, drafts: int, new_tokens: int, kinds: Mapping[str, Sequence[str]], drafter: str
 ) -> Engine:
     """An engine for whole rows; with 0 guesses, of plain steps."""
     assert model.tokenizer is not None
     longest = max(len(model.tokenizer.encode(text)) for texts in kinds.values() for text in texts) + new_tokens
-    drafter = ngram(drafts) if drafts else None
-    return Engine(model, max_running=batch, max_slots=longest + 8, policies=[policy], speculate=drafter)
+    speculate = DRAFTERS[drafter](drafts) if drafts else None
+    return Engine(model, max_running=batch, max_slots=longest + 8, policies=[policy], speculate=speculate)
 
 
 def decode(
@@ -150,7 +157,7 @@ def table(record: dict[str, Any]) -> str:
         for one in record["records"]
     ]
     about = (
-        f"{record['model']}: {record['new_tokens']} tokens of each row, guesses by `jkv.ngram`. Median of {record['rounds']} "
-        f"rounds; engines take turns. A row is idle while it waits for the others of its chunk."
+        f"{record['model']}: {record['new_tokens']} tokens of each row, guesses by `jkv.{record['drafter']}`. "
+        f"Median of {record['rounds']} rounds; engines take turns. A row is idle while it waits for the others of its chunk."
     )
     return f"{about}\n\n{markdown(head, rows)}\n\n{footnote(record)}"

@@ -209,6 +209,7 @@ BENCHES = {
             rounds(3),
             MODEL,
             Option("batches", list, [1, 8], "rows, comma-separated", whole),
+            Option("drafter", str, "ngram", "where guesses come from: ngram, siblings or draft_pages"),
             Option("drafts", list, [1, 3, 7], "guesses a step, comma-separated", whole),
             Option("budget", int, 128, "slots of R-KV, beside the full cache"),
             Option("new_tokens", int, 256, "of each row"),

@@ -118,11 +118,11 @@ class EngineOptions:
         takes the row's bytes, and the time to move them at the end of each turn.
       speculate: guesses of the next tokens, which a step checks all at once, so that a text that repeats itself takes fewer
         steps: `jkv.ngram()`, `jkv.siblings()`, their names, or a drafter of your own (`jkv.engine.drafters.Drafter`). With
-        `jkv.draft_pages()` the model itself makes them, over some pages of its cache. Tokens are those of plain decoding. It pays where a step of several tokens of each row takes hardly longer than one of one:
-        few rows, and a model that is not tiny. Rows whose policy decides with each token, or with penalties, take one token a
-        step beside the others (`stats.not_drafted`). "auto" chooses `jkv.ngram` with as many guesses as should pay for
-        `max_running` rows on this device, or none (`jkv.engine.policy_checks.guesses_for`). None appends one token in each
-        step.
+        `jkv.draft_pages()` the model itself makes them, over some pages of its cache. Tokens are those of plain decoding. It
+        pays where a step of several tokens of each row takes hardly longer than one of one: few rows, and a model that is not
+        tiny. Rows whose policy decides with each token, or with penalties, take one token a step beside the others
+        (`stats.not_drafted`). "auto" chooses `jkv.ngram` with as many guesses as should pay for `max_running` rows on this
+        device, or none (`jkv.engine.policy_checks.guesses_for`). None appends one token in each step.
       max_adapters: places for low-rank adapters that requests may choose (`Engine.add_adapter`, `RequestOptions.adapter`), up
         to 1,024. Each place takes the bytes of an adapter of all matrices of attention, of feed-forward blocks and the
         unembedding, and every row multiplies with one, be it zeros. 0 adds nothing to any program.

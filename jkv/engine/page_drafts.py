@@ -1,19 +1,19 @@
-"""Guesses by the model itself, which decodes ahead over a few pages of each row's exact cache (`jkv.draft_pages`).
+"""Guesses by the model itself, which decodes ahead over a few pages of each row's own cache (`jkv.draft_pages`).
 
-Drafters propose from tokens alone. This one needs the cache, so `propose` only says how many guesses there are, and the step
-that checks them makes them first: here, once it is known which rows have some.
+A drafter sees tokens, and this one needs the cache. So its `propose` only gives the number of guesses, and the step that is to
+check them calls `guess` first.
 
-A guess is a plain decode step on a view of the cache in which each row's table has its first page and its newest ones. Its
-keys and values go where the exact step puts its own: into the slots, and the places of rings, of the same tokens. The exact
-step writes all of them before it reads any, so the pool needs no second copy and no repair, and no bit of the exact step
-depends on guesses. Nothing else of a view is kept: no lengths, last queries, bounds of pages or recurrent states.
+A guess is a plain decode step on a view of the pool, in which each row's table has its first page and its newest ones. Its key
+and value are written where the exact step writes the key and value of the same token: in its slot, or its place of a ring. The
+exact step overwrites them before it reads any. So no second cache is needed, nothing is restored, and the exact step's bits do
+not depend on guesses. Nothing else of a view is kept: neither lengths, nor last queries, bounds of pages or recurrent states.
 
-Guesses are drawn by the key of their own position, as the exact step draws. So they are the same tokens where both
-distributions are near each other, at any temperature, and always where the pages are the whole row.
+A guess is drawn by the key of its own position, as the exact step draws. So where both distributions are near each other, they
+mostly draw the same token, at any temperature. If the view has the whole row, the distributions are equal up to rounding.
 
-After "TriForce" (H. Sun et al., 2024, arXiv 2404.11912), which drafts over a part of the model's own cache, with another rule of
-acceptance. It ranks parts by attention. Here the choice is by place: what a row has read shows only in logits, which the exact
-step does not keep, and bounds of pages are kept for Quest alone, whose rows take one token a step.
+TriForce (Sun et al., 2024, arXiv 2404.11912) also drafts over a part of the model's own cache. It chooses the part by
+attention, which decode kernels do not return by page. Here the choice is by place. Bounds of pages are no choice either: a pool has them
+for Quest alone, whose rows take one token a step.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jkv.cache.attention import Cache
-from jkv.cache.pool import LOG_WEIGHT, NULL_PAGE, Pool, num_pages_of
+from jkv.cache.pool import LOG_WEIGHT, Pool, num_pages_of
 from jkv.engine.chunk import ChunkInputs, attention_of, draw_tokens
 from jkv.engine.drafters import DraftPages
 from jkv.engine.parts.base import Step
@@ -42,8 +42,8 @@ def guess(
 ) -> Step:
     """The step with guesses after the first token of each row.
 
-    `new.num_new` are the guesses of each row. The tokens before them are written at `address`, which has NULL_PAGE beyond.
-    `number` is that of a row's first guess among the tokens that it draws in the chunk.
+    `new.num_new` is the number of guesses of each row. Guess t follows from the token at place t, whose key and value go to
+    `address[..., t]`. `number` counts the tokens that a row draws in the chunk before its first guess.
     """
     view, num_seen = view_of(new.cache.pool, drafter), new.cache.pool.logical_length
     inputs = inputs._replace(rules=None, reads=None, sinks=None)  # of rows without guesses
@@ -53,7 +53,7 @@ def guess(
         pool = view.replace(kv=kv, length=view.length + place, logical_length=num_seen + place)
         runs = place < new.num_new
         one = jax.lax.dynamic_slice_in_dim(token, place, 1, axis=1)
-        at = jnp.where(runs[None, :, None, None], jax.lax.dynamic_slice_in_dim(address, place, 1, axis=3), NULL_PAGE)
+        at = jax.lax.dynamic_slice_in_dim(address, place, 1, axis=3)
         step = Step(new.params, Cache(pool, None, windows=windows, states=states), new.row, one, runs.astype(jnp.int32), runs)
         cache, attend = attention_of(inputs, step, at, runs)
         position = pool.logical_length[:, None]

@@ -49,7 +49,7 @@ def test_a_view_has_the_first_page_the_newest_ones_and_those_of_the_guesses(draf
 
 
 def test_over_the_whole_row_every_guess_is_right():
-    """Drawn at random, at lengths that cross pages, with forced tokens too; in a model whose bits no number of tokens changes."""
+    """Drawn at random, with forced tokens too; in a model whose bits no number of tokens changes, so that guesses are exact."""
     texts = []
     for drafter in (None, jkv.draft_pages(pages=WHOLE)):
         engine = jkv.Engine(tiny_model(config=dataclasses.replace(TINY, head_size=32)), speculate=drafter, **SIZES)
