@@ -12,8 +12,8 @@ A guess is drawn by the key of its own position, as the exact step draws. So whe
 mostly draw the same token, at any temperature. If the view has the whole row, the distributions are equal up to rounding.
 
 TriForce (Sun et al., 2024, arXiv 2404.11912) also drafts over a part of the model's own cache. It chooses the part by
-attention, which decode kernels do not return by page. Here the choice is by place. Bounds of pages are no choice either: a pool has them
-for Quest alone, whose rows take one token a step.
+attention, which decode kernels do not return by page. Here the choice is by place. It is not by bounds of pages, as a pool has
+them for Quest alone, whose rows take one token a step.
 """
 
 from collections.abc import Mapping

@@ -15,6 +15,8 @@ alike, and drafts decide nothing but how many steps they take. Greedy draws foll
 - A row never passes the end of its chunk inside a step, so it never needs more slots than in plain decoding.
 - What layers keep outside of the pool loses nothing to a rejected guess: rings have slots for it, and recurrent states are
   those after the last accepted place.
+- Where the model itself makes the guesses (`jkv.engine.page_drafts`), a step begins with their passes, and then overwrites all
+  that they have written.
 - A row whose policy decides in each step (`parts.drafting.why_no_guesses`) takes one token a step beside the others.
 
 The rule of acceptance is that of speculative sampling (Leviathan et al., 2023; Chen et al., 2023), for guesses without
