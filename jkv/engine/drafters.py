@@ -8,6 +8,7 @@ A drafter of your own is a frozen dataclass with `drafts`, `history` and `propos
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -202,7 +203,7 @@ def draft_pages(drafts: int = 3, *, pages: int = 8) -> DraftPages:
     return DraftPages(drafts, pages)
 
 
-DRAFTERS = {"ngram": ngram, "siblings": siblings, "draft_pages": draft_pages}
+DRAFTERS: dict[str, Callable[..., Drafter]] = {"ngram": ngram, "siblings": siblings, "draft_pages": draft_pages}
 
 
 def drafter_named(name: str | None, drafts: int | None = None) -> Drafter | str | None:
