@@ -45,7 +45,9 @@ def guess(
     `new.num_new` is the number of guesses of each row. Guess t follows from the token at place t, whose key and value go to
     `address[..., t]`. `number` counts the tokens that a row draws in the chunk before its first guess.
     """
-    view, num_seen = view_of(new.cache.pool, drafter), new.cache.pool.logical_length
+    view, num_seen, params = view_of(new.cache.pool, drafter), new.cache.pool.logical_length, new.params
+    if inputs.parts.adapters is not None:
+        params = inputs.parts.adapters.take(new, None)[0].params
     inputs = inputs._replace(rules=None, reads=None, sinks=None)  # of rows without guesses
 
     def draft(place: Int[Array, ""], loop: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -54,11 +56,11 @@ def guess(
         runs = place < new.num_new
         one = jax.lax.dynamic_slice_in_dim(token, place, 1, axis=1)
         at = jax.lax.dynamic_slice_in_dim(address, place, 1, axis=3)
-        step = Step(new.params, Cache(pool, None, windows=windows, states=states), new.row, one, runs.astype(jnp.int32), runs)
+        step = Step(params, Cache(pool, None, windows=windows, states=states), new.row, one, runs.astype(jnp.int32), runs)
         cache, attend = attention_of(inputs, step, at, runs)
         position = pool.logical_length[:, None]
-        hidden, cache = decoder.forward(step.params, one, position, attend, cache, rotates=False)
-        logits = decoder.unembed(step.params, hidden)
+        hidden, cache = decoder.forward(params, one, position, attend, cache, rotates=False)
+        logits = decoder.unembed(params, hidden)
         drawn = draw_tokens(inputs, carries, logits, position + 1, (number + place)[:, None], draws)
         token = jax.lax.dynamic_update_slice_in_dim(token, jnp.where(runs[:, None], drawn.token, 0), place + 1, axis=1)
         return cache.pool.kv, cache.windows, cache.states, token

@@ -11,7 +11,7 @@ from jkv.cache import pool as pages
 from jkv.cache.pool import LOG_WEIGHT
 from jkv.engine.drafters import drafter_named
 from jkv.engine.page_drafts import view_of
-from jkv.testing import TINY, TinyTokenizer, tiny_model
+from jkv.testing import TINY, TinyTokenizer, adapted, tiny_model
 from tests.engine.test_speculation import (
     MODELS,
     POLICIES,
@@ -62,6 +62,19 @@ def test_over_the_whole_row_every_guess_is_right():
     assert texts[0] == texts[1]
     assert engine.stats.drafted == engine.stats.accepted == 3 * TOKENS * 3 // 4
     assert engine.stats.tokens_per_step == 4
+
+
+def test_guesses_are_of_the_rows_own_adapter():
+    model = tiny_model()
+    sizes = SIZES | {"max_adapters": 1, "adapter_rank": 4}
+    engine = jkv.Engine(model, speculate=jkv.draft_pages(pages=WHOLE), **sizes)
+    engine.add_adapter("a", adapted(model.params, 4))
+    drawn = {"sampling": jkv.Sampling(seed=1), "max_new_tokens": TOKENS, "stop_ids": ()}
+    tickets = [engine.submit(PROMPTS[0], adapter=name, **drawn) for name in ("a", None)]
+    engine.run()
+    texts = [engine.result(ticket).tokens[0].tolist() for ticket in tickets]
+    assert texts[0] != texts[1]
+    assert engine.stats.accepted == engine.stats.drafted
 
 
 @pytest.mark.everyday(where=lambda name, kv_dtype: (name, kv_dtype) == ("r_kv", "int8"))
