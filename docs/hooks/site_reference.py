@@ -117,6 +117,8 @@ GROUPS: Mapping[str, Group] = {
             "jkv.rl.policy_loss",
             "jkv.rl.correct",
             "jkv.rl.Correction",
+            "jkv.rl.diagnose",
+            "jkv.rl.Diagnosis",
             "jkv.rl.mismatch",
             "jkv.rl.Mismatch",
             "jkv.rl.Figures",

@@ -18,6 +18,7 @@ from jkv.cli import (
     calibrate,
     chat,
     choose,
+    diagnose,
     evaluate,
     foresee,
     generate,
@@ -35,7 +36,7 @@ from jkv.limits import check_numbers
 
 COMMANDS = (
     *(generate, chat, serve, choose, evaluate, analyze, recall, probe),
-    *(plan, bench, steer, calibrate, foresee, policies, models),
+    *(plan, bench, diagnose, steer, calibrate, foresee, policies, models),
 )
 
 

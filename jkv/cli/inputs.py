@@ -38,6 +38,7 @@ examples:
   jkv generate "b=3;c=7;d=b*c;e=d+b;?e" --policy reason_cache --percentile 100 --page-size 4
   jkv plan r1-llama-8b --device h200 --policy r_kv --budget 1024 --length 16384
   jkv bench latency --model smollm2-135m
+  jkv diagnose trainer.py:log_probs --policy lag_kv --budget 48
   jkv models
   jkv policies
   jkv policies r_kv

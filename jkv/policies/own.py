@@ -111,8 +111,8 @@ def takes_any(recipe: Callable[..., Policy]) -> bool:
     return any(field.kind == field.VAR_KEYWORD for field in inspect.signature(recipe).parameters.values())
 
 
-def module_of(name: str, place: str) -> ModuleType:
-    """The module of a policy's name.
+def module_of(name: str, place: str, field: str = "policy") -> ModuleType:
+    """The module of a name that the user gave as `field`.
 
     Raises:
       ValueError: there is none, or it fails.
@@ -120,22 +120,22 @@ def module_of(name: str, place: str) -> ModuleType:
     path = Path(place)
     if path.suffix == ".py" or len(path.parts) > 1:
         if not path.is_file():
-            raise refused(f"policy={shown(name)} names the file {place}, and there is none.", policy="not_found")
-        return module_from(name, path)
+            raise refused(f"{field}={shown(name)} names the file {place}, and there is none.", **{field: "not_found"})
+        return module_from(name, path, field)
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{place}.".startswith(f"{error.name}."):  # one that the module itself imports
-            raise broken(name, place, error) from error
+            raise broken(name, place, error, field) from error
         file = f"path/to/{place.rpartition('.')[2]}.py:{name.rpartition(':')[2]}"
         remedy = "Separate names by commas." if " " in place else f"Run from its folder, install it, or name the file: {file}."
-        rule = f"policy={shown(name)} names the module {place!r}, which is not on Python's path. {remedy}"
-        raise refused(rule, policy="not_found") from None
+        rule = f"{field}={shown(name)} names the module {place!r}, which is not on Python's path. {remedy}"
+        raise refused(rule, **{field: "not_found"}) from None
     except (Exception, SystemExit) as error:
-        raise broken(name, place, error) from error
+        raise broken(name, place, error, field) from error
 
 
-def module_from(name: str, path: Path) -> ModuleType:
+def module_from(name: str, path: Path, field: str) -> ModuleType:
     """The module of a file, imported once for each content."""
     own = f"{path.stem}_{digest_of_files([path])}"
     if own in sys.modules:
@@ -147,13 +147,13 @@ def module_from(name: str, path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[own]
-        raise broken(name, str(path), error) from error
+        raise broken(name, str(path), error, field) from error
     return module
 
 
-def broken(name: str, place: str, error: BaseException) -> InputError:
+def broken(name: str, place: str, error: BaseException, field: str) -> InputError:
     """The error of a module that fails when it is imported."""
-    return refused(f"policy={shown(name)}: {place} cannot be imported: {described(error)}. Correct it.", policy="invalid")
+    return refused(f"{field}={shown(name)}: {place} cannot be imported: {described(error)}. Correct it.", **{field: "invalid"})
 
 
 def described(error: BaseException) -> str:

@@ -11,6 +11,7 @@ Optimisers are the caller's; `python -m research.grpo` is a whole run.
 from jkv.rl.advantages import group_advantages
 from jkv.rl.batch import Batch, log_probs, make_batch
 from jkv.rl.correction import Correction, correct
+from jkv.rl.diagnosis import Diagnosis, diagnose
 from jkv.rl.distillation import distillation, kl_divergence, log_probs_at, teacher_advantages, with_rest
 from jkv.rl.loss import policy_loss
 from jkv.rl.mismatch import Figures, Mismatch, mismatch
@@ -19,10 +20,12 @@ from jkv.rl.overlap import FullOverlap, full_overlap
 __all__ = [
     "Batch",
     "Correction",
+    "Diagnosis",
     "Figures",
     "FullOverlap",
     "Mismatch",
     "correct",
+    "diagnose",
     "distillation",
     "full_overlap",
     "group_advantages",
