@@ -185,7 +185,7 @@ def checked(theirs: Any, out: Result) -> np.ndarray:
 
 def candidates(model: Model | Params, out: Result) -> dict[str, np.ndarray]:
     """What a trainer may have computed, by name, each `[N, T]`; the more likely ones first."""
-    found = {SAMPLED: out.logprobs}
+    found: dict[str, Any] = {SAMPLED: out.logprobs}
     if out.trace is not None:
         found[REPLAYED] = score(model, out, trace=out.trace).logprobs
     found[FULL] = score(model, out).logprobs
