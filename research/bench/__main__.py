@@ -79,6 +79,13 @@ def measure_rollouts(chosen: dict[str, Any], report: Any) -> dict[str, Any]:
     return rollouts.measure({name: rollouts.SHAPES[name] for name in names}, **chosen, report=report)
 
 
+def measure_ledger(chosen: dict[str, Any], report: Any) -> dict[str, Any]:
+    """Ways to compute log-probabilities."""
+    from research.bench import ledger
+
+    return ledger.measure(**chosen, report=report)
+
+
 def measure_eviction(chosen: dict[str, Any], report: Any) -> dict[str, Any]:
     """Compaction and steps that evict."""
     from jkv.bench import fixtures
@@ -152,6 +159,19 @@ BENCHES = {
             Option("interval", int, 128, "tokens between two evictions"),
         ),
         {"batch": 2, "budget": 48, "interval": 16, "rounds": 1},
+    ),
+    "ledger": Benchmark(
+        "by how much engines, replays and trainers differ in the log-probabilities of the same tokens",
+        measure_ledger,
+        (
+            Option("models", list, ["tiny-reasoner", "smollm2-135m"], "comma-separated", words),
+            Option("policies", list, ["full", "r_kv"], "comma-separated", words),
+            Option("budget", int, 64, "of policies that have one"),
+            Option("interval", int, 16, "tokens between two evictions"),
+            Option("new_tokens", int, 128, "of each sample"),
+            Option("dtypes", list, ["float32", "bfloat16"], "comma-separated", words),
+        ),
+        {"models": ["tiny-reasoner"], "budget": 24, "interval": 8, "new_tokens": 24, "dtypes": ["float32"]},
     ),
 }
 TABLES = {name: f"jkv.bench.{name}" for name in bench.BENCHES} | {name: f"research.bench.{name}" for name in BENCHES}
