@@ -156,8 +156,8 @@ def diagnose(model: Model | Params, out: Result, theirs: Any) -> Diagnosis:
     text = verdict(name, change, difference, is_clear)
     if rows and len(rows) < len(own) and difference > ROUNDED and name in RIGHT and not change:
         odd = [row for row in range(len(own)) if row not in rows]
-        text += f" {len(rows)} of {len(own)} rows agree to {EQUAL:.0e}."
-        text += f" Rows {odd[:8]} do not: look at their padding and ends."
+        text += f" {len(rows)} of {len(own)} rows agree to {EQUAL:.0e}, and rows {odd[:8]} do not:"
+        text += " look at their padding and ends."
     if is_missing.any():
         text += f" {missing(is_missing, np.asarray(out.lengths))}"
     left_out = np.argwhere(is_missing)
