@@ -3,11 +3,12 @@
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.dispatch import Implementation, call
-from pallas_kernels.key_redundancy import cpu, gpu, reference, tpu
+from pallas_kernels.key_redundancy import cpu, gpu, native, reference, tpu
 
 IMPLEMENTATIONS = {
     "tpu": Implementation(tpu.key_redundancy, "tpu", tpu.why_not),
     "gpu": Implementation(gpu.key_redundancy, "cuda", gpu.why_not),
+    "native": Implementation(native.key_redundancy, "cpu", native.why_not),
     "cpu": Implementation(cpu.key_redundancy, "cpu"),
     "reference": Implementation(reference.key_redundancy),
 }

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 import pallas_kernels as kernels
-from pallas_kernels.key_redundancy import gpu, tpu
+from pallas_kernels.dispatch import best
+from pallas_kernels.key_redundancy import IMPLEMENTATIONS, gpu, native, tpu
 from tests.pallas_kernels import tpu_interpreter
 
 KNOBS = ("threshold", "exempt", "exempt_first")
 PLAIN = {
     name: jax.jit(functools.partial(kernels.key_redundancy, implementation=name), static_argnames=KNOBS)
-    for name in ("reference", "cpu")
+    for name in ("reference", "cpu", "native")
 }
 PALLAS = {
     "tpu": functools.partial(tpu.key_redundancy, interpret=True),
@@ -23,12 +24,19 @@ PALLAS = {
 }
 
 
-@pytest.fixture(params=PLAIN)
+needs_library = pytest.mark.skipif(native.why_no_library() is not None, reason="the library of C++ cannot be built")
+
+
+def named(names):
+    return [pytest.param(name, marks=[needs_library] * (name == "native")) for name in names]
+
+
+@pytest.fixture(params=named(PLAIN))
 def plain_redundancy(request):
     return PLAIN[request.param]
 
 
-@pytest.fixture(params=PLAIN | PALLAS)
+@pytest.fixture(params=named(PLAIN | PALLAS))
 def key_redundancy(request):
     if request.param in PLAIN:
         return PLAIN[request.param]
@@ -133,7 +141,7 @@ def test_kernels_walk_over_several_blocks(monkeypatch, name, exempt, exempt_firs
     np.testing.assert_allclose(result, by_hand(*args, 0.5, exempt, exempt_first), atol=2e-6, rtol=2e-5)
 
 
-@pytest.mark.parametrize("name", PALLAS | PLAIN)
+@pytest.mark.parametrize("name", named(PALLAS | PLAIN))
 def test_the_first_slot_may_be_empty_when_it_would_be_exempt(name):
     """It holds NaN: a value that is taken from it, even times 0, would be in every total."""
     key, is_filled = random_case([30, 30], jnp.float32, head_size=64)
@@ -175,11 +183,12 @@ def test_keys_of_length_zero_are_similar_to_nothing(key_redundancy):
     np.testing.assert_array_equal(key_redundancy(key.at[0].set(0.0), is_filled)[0], 0.0)
 
 
-def test_memory_is_linear_in_slots(plain_redundancy):
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_memory_is_linear_in_slots(name):
     """What the compiled program holds beside its arguments at most doubles with the slots."""
 
     def temporary_bytes(num_slots):
-        traced = plain_redundancy.trace(*random_case([1000] * 3, jnp.float32, num_slots=num_slots), exempt=2, exempt_first=True)
+        traced = PLAIN[name].trace(*random_case([1000] * 3, jnp.float32, num_slots=num_slots), exempt=2, exempt_first=True)
         return traced.lower().compile().memory_analysis().temp_size_in_bytes
 
     sizes = [temporary_bytes(num_slots) for num_slots in (2560, 5120, 10240)]
@@ -193,6 +202,26 @@ def test_a_row_s_bits_depend_on_nothing_but_the_row(name):
     key, is_filled = random_case([37, 20, 9], jnp.bfloat16, head_size=64)
     together = run(key, is_filled)
     np.testing.assert_array_equal(together[0], run(key.at[1:].mul(-2), is_filled.at[1:, 9:].set(False))[0])
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_a_row_s_bits_of_c_plus_plus_are_those_of_its_filled_keys(dtype):
+    """Alone, in a batch, under `vmap` and with more empty slots, which hold NaN or anything else."""
+    run = functools.partial(native.key_redundancy, threshold=0.5, exempt=2, exempt_first=False)
+    key, is_filled = random_case([37, 200, 9, 0], dtype, head_size=20)
+    together = np.asarray(run(key, is_filled))
+    np.testing.assert_array_equal(together, jnp.concatenate([run(key[i, None], is_filled[i, None]) for i in range(4)]))
+    np.testing.assert_array_equal(together[:, None], jax.vmap(run)(key[:, None], is_filled[:, None]))
+    np.testing.assert_array_equal(together, run(jnp.nan_to_num(key, nan=-7.0), is_filled))
+    wider = jnp.pad(key, [(0, 0), (5, 40), (0, 0)], constant_values=jnp.inf), jnp.pad(is_filled, [(0, 0), (5, 40)])
+    np.testing.assert_array_equal(together, run(*wider)[:, 5:-40])
+
+
+@needs_library
+def test_a_cpu_takes_c_plus_plus():
+    key, is_filled = random_case([9], jnp.float32)
+    assert best(IMPLEMENTATIONS, "cpu", key, is_filled, threshold=0.5, exempt=1, exempt_first=False) == "native"
 
 
 def test_for_tpu_nothing_races_or_is_read_before_it_is_written(monkeypatch):
