@@ -47,6 +47,7 @@ SERVER = (
     "max_conversations",
     "conversation_seconds",
     "time_limit",
+    "ping_seconds",
 )  # fields of its options
 
 OPTIONS = (

@@ -48,7 +48,7 @@ from jkv.serving.requests import (
 )
 from jkv.serving.responses import Head, Likely, Writer, failure_of, reason_of, whole
 from jkv.serving.scoring import PromptScorer
-from jkv.serving.streaming import EventStream, stream
+from jkv.serving.streaming import COMMENT, EventStream, stream
 from jkv.serving.warm_up import WarmUp
 
 LOGGER = logging.getLogger("jkv.serving")
@@ -146,7 +146,7 @@ class Server:
             return dataclasses.replace(fields, max_tokens=None)
 
         writer = messages_api.MessageWriter(self.model, head, fields.stop_strings, reasons)
-        return await self.answer(request, fields, Writer(head, writer.whole, writer.stream), shorter)
+        return await self.answer(request, fields, Writer(head, writer.whole, writer.stream, messages_api.PING), shorter)
 
     async def count_tokens(self, request: Request) -> Response:
         """`/v1/messages/count_tokens`."""
@@ -204,7 +204,8 @@ class Server:
         tickets = self.submit(job, head, last)
         finish = self.begin(request, job, tickets, headers["x-request-id"])
         if fields.stream:
-            return EventStream(writer.stream(job, tickets), finish, headers, self.options.send_seconds)
+            pings = writer.ping or COMMENT, self.options.ping_seconds
+            return EventStream(writer.stream(job, tickets), finish, headers, self.options.send_seconds, *pings)
         try:
             results, scores = await until_gone(request, asyncio.gather(gathered(tickets), self.score(job)))
         finally:

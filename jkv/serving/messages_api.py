@@ -58,6 +58,7 @@ MOST_ITEMS = 100_000  # messages, and blocks of one
 CHOICES = {"auto": "auto", "none": "none", "any": "required"}  # of tools, and what a chat calls them
 FUNCTION = {"name": "name", "description": "description", "input_schema": "parameters"}  # fields of a tool, and a chat's
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "max_tokens"}
+PING = typed_sse({"type": "ping"})
 WINDOW = "model_context_window_exceeded"  # the reason where the text ended with the model's context
 
 
@@ -291,7 +292,7 @@ class MessageWriter:
         """The events of a job: the first two at once, the others as its tokens come."""
         num_prompt, parts = len(job.prompts[0]), AnswerParts(self.model, job)
         yield typed_sse({"type": "message_start", "message": self.body([], counted(num_prompt, 0, 0))})
-        yield typed_sse({"type": "ping"})
+        yield PING
         try:
             async for _, changes in changes_of(parts, tickets):
                 for change in changes:

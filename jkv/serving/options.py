@@ -49,6 +49,8 @@ class ServerOptions:
     body_seconds: float = setting(30.0, "seconds in which a body must arrive")
     send_seconds: float = setting(60.0, "seconds in which a client must take what a stream sends, or is dropped")
 
+    ping_seconds: float = setting(15.0, "seconds without an event after which a stream sends a ping; 0 sends none")
+
     def __post_init__(self) -> None:
         for name in typed("own", self.own, tuple):
             recipe_of(name)
@@ -63,6 +65,8 @@ class ServerOptions:
         for name in ("time_limit", "body_seconds", "send_seconds", "conversation_seconds"):
             if not typed(name, getattr(self, name), float) > 0:
                 raise out_of_range(name, "be above 0 seconds", getattr(self, name))
+        if not typed("ping_seconds", self.ping_seconds, float) >= 0:
+            raise out_of_range("ping_seconds", "be 0 seconds or more", self.ping_seconds)
         for name in typed("hosts", self.hosts, tuple):
             if name != ANY and not is_host(name):
                 raise out_of_range("hosts", "be names or addresses without a port, or *", name)

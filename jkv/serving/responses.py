@@ -226,11 +226,13 @@ class Writer(NamedTuple):
       head: what it begins with.
       whole: the JSON object of a whole answer, of a job, its results, and how likely the prompts' tokens are.
       stream: the events of a job's tickets.
+      ping: the event of a stream that has nothing to say; None is a comment.
     """
 
     head: Head
     whole: Callable[[Job, Sequence[Result], Sequence[list["Likely | None"]] | None], dict[str, Any]]
     stream: Callable[[Job, Sequence[Ticket]], AsyncIterator[str]]
+    ping: str | None = None
 
 
 def reason_of(reason: str) -> str | None:

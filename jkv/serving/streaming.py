@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -36,6 +38,7 @@ from jkv.serving.responses import (
 )
 
 LOGGER = logging.getLogger("jkv.serving")
+COMMENT = ": ping\n\n"  # which every reader of server-sent events skips
 
 
 class EventStream(StreamingResponse):
@@ -46,21 +49,34 @@ class EventStream(StreamingResponse):
       finish: is called once, also where the client went before the first event.
       headers: of the response.
       seconds: in which the client must take each part; a slower one is dropped, so that it keeps no place from others.
+      ping: what is sent after `ping_seconds` without an event, so that no proxy between takes the connection for dead.
+      ping_seconds: 0 sends none.
     """
 
-    def __init__(self, events: AsyncIterator[str], finish: Callable[[], None], headers: dict[str, str], seconds: float) -> None:
+    def __init__(
+        self,
+        events: AsyncIterator[str],
+        finish: Callable[[], None],
+        headers: dict[str, str],
+        seconds: float,
+        ping: str = COMMENT,
+        ping_seconds: float = 0.0,
+    ) -> None:
         super().__init__(events, media_type="text/event-stream", headers={**headers, "cache-control": "no-cache"})
-        self.finish, self.seconds = finish, seconds
+        self.finish, self.seconds, self.ping, self.ping_seconds = finish, seconds, ping.encode(), ping_seconds
+        self.sent = math.inf  # when the last part was sent; infinite while one is
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Sends the events."""
 
         async def send_in_time(message: Any) -> None:
+            self.sent = math.inf
             try:
                 async with asyncio.timeout(self.seconds):
                     await send(message)
             except TimeoutError:
                 raise ClientDisconnect from None
+            self.sent = time.monotonic()
 
         try:
             await super().__call__(scope, receive, send_in_time)
@@ -68,6 +84,22 @@ class EventStream(StreamingResponse):
             LOGGER.info("A client took nothing for %g seconds, or has gone.", self.seconds)
         finally:
             self.finish()
+
+    async def stream_response(self, send: Any) -> None:
+        """Sends the events, and pings between them."""
+        pings = asyncio.create_task(self.send_pings(send))
+        try:
+            await super().stream_response(send)
+        finally:
+            pings.cancel()
+
+    async def send_pings(self, send: Any) -> None:
+        """A ping whenever nothing was sent for `ping_seconds`, until it is cancelled or the client has gone."""
+        with contextlib.suppress(ClientDisconnect):
+            while self.ping_seconds:
+                await asyncio.sleep(max(0.0, min(self.ping_seconds, self.sent + self.ping_seconds - time.monotonic())))
+                if self.sent + self.ping_seconds <= time.monotonic():
+                    await send({"type": "http.response.body", "body": self.ping, "more_body": True})
 
 
 def sse(data: dict[str, Any]) -> str:

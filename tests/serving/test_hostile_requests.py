@@ -18,9 +18,10 @@ from jkv.engine.clocks import COMPILING
 from jkv.engine.stats import TIMED
 from jkv.errors import CODES
 from jkv.serving.errors import TOO_LONG
+from jkv.serving.messages_api import PING
 from jkv.serving.options import ServerOptions
 from jkv.serving.requests import CompletionFields, policy_of
-from jkv.serving.streaming import EventStream
+from jkv.serving.streaming import COMMENT, EventStream
 from jkv.serving.warm_up import WarmUp
 
 httpx = pytest.importorskip("httpx")
@@ -280,6 +281,56 @@ def test_a_client_that_takes_nothing_is_dropped_and_its_place_is_free():
     response = EventStream(events(), lambda: finished.append(True), {}, seconds=0.01)
     asyncio.run(asyncio.wait_for(response({"type": "http"}, wait, wait), 60))
     assert finished == [True]
+
+
+@pytest.mark.parametrize("ping", [COMMENT, PING])
+def test_a_stream_that_is_silent_sends_pings_between_whole_events(ping):
+    sent, three = [], asyncio.Event()
+
+    async def events():
+        yield "data: first\n\n"
+        await three.wait()
+        yield "data: last\n\n"
+
+    async def send(message):
+        sent.append(message.get("body", b"").decode())
+        if sent.count(ping) == 3:
+            three.set()
+
+    async def wait():
+        await asyncio.Event().wait()
+
+    response = EventStream(events(), lambda: None, {}, 60, ping, 0.001)
+    asyncio.run(asyncio.wait_for(response({"type": "http"}, wait, send), 60))
+    whole = [text for text in sent if text not in ("", ping)]
+    assert whole == ["data: first\n\n", "data: last\n\n"]
+    assert sent[0] == "" == sent[-1]  # the head and the end
+    assert sent.index(ping) > sent.index(whole[0])
+
+
+def test_a_queued_stream_of_each_api_sends_pings_that_its_readers_skip(tiny):
+    options = tiny.app.state.server.options
+    object.__setattr__(options, "ping_seconds", 0.001)
+    tiny.service.pause().result()
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "a=1;?a"}], "max_tokens": 4, "stream": True}
+    asked = {
+        "/v1/chat/completions": (chat, ": ping"),
+        "/v1/responses": ({"input": "a=1;?a", "max_output_tokens": 4, "stream": True, "store": False}, ": ping"),
+        "/v1/messages": (chat, "event: ping"),
+    }
+    try:
+        for path, (body, ping) in asked.items():
+            with httpx.stream("POST", tiny.url + path, json=body, timeout=60) as answer:
+                lines = answer.iter_lines()
+                for _ in range(3):
+                    assert ping in lines  # reads until it comes
+                tiny.service.resume().result()
+                assert answer.status_code == 200
+                assert any("completed" in line or "message_stop" in line or "[DONE]" in line for line in lines)
+            tiny.service.pause().result()
+    finally:
+        object.__setattr__(options, "ping_seconds", 15.0)
+        tiny.service.resume().result()
 
 
 def test_a_warm_server_compiles_nothing_and_has_counted_nothing(chat_model):
