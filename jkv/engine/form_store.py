@@ -11,6 +11,15 @@ LEAST_ENTRIES = 1 << 16
 TABLES = 32  # of a kilobyte or so beside the classes of all tokens, for which there is room at first
 
 
+def first_entries(vocab_size: int) -> int:
+    """Entries of the array where the tables in use need no more.
+
+    >>> first_entries(128_256)
+    4194304
+    """
+    return 1 << (max(LEAST_ENTRIES, TABLES * vocab_size) - 1).bit_length()
+
+
 class FormStore:
     """Tables (`Table.block`) one after the other in an array of a fixed size, on the device.
 
@@ -41,9 +50,14 @@ class FormStore:
             self._array = self._put(self._content.copy())  # on a CPU, the device may use the host's own memory
         return self._array, {table: self._begins[table] for table in needed}
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the array; 0 before the first form."""
+        return self._content.nbytes
+
     def _lay_out(self, needed: Sequence[Table]) -> None:
         """Drops all tables, and makes room for some."""
         total = sum(len(table.block) for table in needed)
-        least = max([LEAST_ENTRIES, *(TABLES * len(table.class_of) for table in needed)])
-        size = max(len(self._content), 1 << (max(least, total) - 1).bit_length())
+        least = max(first_entries(len(table.class_of)) for table in needed)
+        size = max(len(self._content), least, 1 << (total - 1).bit_length())
         self._content, self._begins, self._end = np.zeros(size, np.int16), {}, 0

@@ -23,6 +23,7 @@ from jkv.checkpoints.model_shapes import find_shape
 from jkv.checkpoints.weight_reading import float_dtype, gguf_shapes
 from jkv.checks import check_counts, out_of_range, shown, size, typed
 from jkv.engine.drafters import AUTO, Drafter, ngram
+from jkv.engine.form_store import first_entries
 from jkv.engine.memory import state_bytes
 from jkv.engine.options import EngineOptions
 from jkv.engine.parts.drafting import why_by_step
@@ -59,6 +60,7 @@ class Plan:
       weight_bytes: bytes of weights on each device.
       bytes_per_token: bytes of one token's keys, values and positions in all layers, on each device.
       usable_bytes: bytes of each device's memory that the plan may fill.
+      form_bytes: bytes of the tables of forms on each device, from the first request with a form on; in no other figure.
       own: the estimate for the policy.
       full: the estimate for the full cache, for comparison.
       rows_pay_from: the shortest length, prompt included, at which more rows fit than with full caches; None if there is none.
@@ -80,6 +82,7 @@ class Plan:
     weight_bytes: int
     bytes_per_token: int
     usable_bytes: int
+    form_bytes: int
     own: Estimate
     full: Estimate
     rows_pay_from: int | None
@@ -200,6 +203,7 @@ def plan(
         weight_bytes=setting.weight_bytes,
         bytes_per_token=config.num_paged_layers * setting.local.num_kv_heads * kv,
         usable_bytes=setting.usable_bytes,
+        form_bytes=2 * first_entries(config.vocab_size),
         own=own,
         full=whole,
         rows_pay_from=pays_from(setting, policy, lambda own, other: own.batch > other.batch),
@@ -392,6 +396,7 @@ def report(plan: Plan) -> str:
         f"prompt {plan.prompt:,} + {plan.length - plan.prompt:,} new tokens, pages of {plan.page_size} slots",
         line(f"{plan.num_weights:,} weights", size(plan.weight_bytes)),
         line("keys, values, positions of a token", f"{plan.bytes_per_token:,} B"),
+        line("tables of forms, if requests have any", size(plan.form_bytes)),
         "",
         rows("", lambda estimate: estimate.policy),
         rows("most slots of a row", lambda estimate: f"{estimate.max_slots:,}"),

@@ -153,6 +153,7 @@ class EngineCollector(Collector):
             ),
             ("jkv:kept_pages", "Pages that kept rows in the pool hold at most.", rows.num_pages),
             ("jkv:kept_host_bytes", "Bytes of the kept rows in host memory.", rows.host_bytes),
+            ("jkv:form_bytes", "Bytes of the tables of forms on each device.", engine.runner.forms.num_bytes),
         ):
             gauge = GaugeMetricFamily(name, about, labels=LABELS)
             gauge.add_metric(self.labels, value)

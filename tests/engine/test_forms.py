@@ -190,6 +190,13 @@ def test_a_model_without_a_tokenizer_has_no_forms(model):
         jkv.generate(dataclasses.replace(model, tokenizer=None), PROMPT, form=FORM)
 
 
+def test_a_plan_has_the_bytes_of_the_tables(model):
+    store = FormStore(jax.device_put)
+    assert store.num_bytes == 0
+    array, _ = store.place([table_of(FORM, TOKENIZER, SIZE)])
+    assert store.num_bytes == array.nbytes == jkv.plan(model, "cpu", length=60, prompt=20).form_bytes
+
+
 def test_the_store_holds_the_tables_in_use(monkeypatch):
     monkeypatch.setattr(form_store, "LEAST_ENTRIES", 1 << 14)
     monkeypatch.setattr(form_store, "TABLES", 1)
@@ -202,6 +209,7 @@ def test_the_store_holds_the_tables_in_use(monkeypatch):
             for table, begin in begins.items():
                 np.testing.assert_array_equal(array[begin : begin + len(table.block)], table.block)
             sizes.add(len(array))
+            assert store.num_bytes == array.nbytes
     assert len(sizes) == 2  # it grew once, for eight tables
 
 
