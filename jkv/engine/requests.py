@@ -71,6 +71,7 @@ class Request:
       form: what its answer must be.
       form_start: how its completion begins: `jkv.forms.tables.ANSWERS`, or `MAY_THINK`, or `THINKS`.
       form_on_host: whether the host follows its form, so that chunks have one step while it runs.
+      client: who asks; clients take turns (`jkv.engine.rounds`), and all without a name are one.
     """
 
     prompt: np.ndarray
@@ -99,6 +100,7 @@ class Request:
     form: Form | None = None
     form_start: int = 0
     form_on_host: bool = False
+    client: str = ""
 
     @property
     def has_biases(self) -> bool:

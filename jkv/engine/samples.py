@@ -160,7 +160,7 @@ class Sample:
     request: Request
     completion: Completion
     most_pages: int  # that it holds once its prompt is prefilled and compacted
-    priority: tuple[int, int] = (0, 0)  # the smallest is admitted first; the scheduler sets it, and `prefix`
+    priority: tuple[int, int, int] = (0, 0, 0)  # the smallest is admitted first; the scheduler sets it, and `prefix`
     prefix: Prefix = dataclasses.field(default_factory=lambda: Prefix(None))
     on_tokens: Callable[[Any], None] | None = None
     stops: StopFinder | None = None

@@ -10,7 +10,8 @@ under a running row:
   (no running row reads it) is freed before a sample is preempted.
 - Pages of the prefix cache that no row counts as its own are evicted before that, the least recently used first.
 - Rows that are kept between turns reserve their pages too; they are swapped out after that, and before a sample is preempted.
-- Samples are admitted in order, and none overtakes the first that waits. Every sample fits an empty pool; others were refused.
+- Samples are admitted in order, and none overtakes the first that waits. Clients take turns (`jkv.engine.rounds`). Every sample
+  fits an empty pool; others were refused.
 
 A step costs the same however many samples wait: it looks at the first of them, at running rows, and at prefixes and rows that
 have started (`started`, `parked`), never at the whole queue.
@@ -32,6 +33,7 @@ from jkv.engine.faults import Search, working_for
 from jkv.engine.kept_rows import KeptRows
 from jkv.engine.memory import STEP_PIECE
 from jkv.engine.prefix_cache import PrefixCache, can_reuse, reserve
+from jkv.engine.rounds import Rounds
 from jkv.engine.row import Place
 from jkv.engine.samples import Prefix, Sample, keeps_prefix, pieces_in_use
 from jkv.reasoning.sentences import SentenceLog
@@ -105,13 +107,13 @@ class Scheduler:
     def __init__(self, capacity: Capacity) -> None:
         self.capacity, self.prefix_cache, self.kept_rows = capacity, PrefixCache(), KeptRows()
         self.running: dict[int, Sample] = {}
-        self.waiting: list[tuple[tuple[int, int], Sample]] = []
+        self.waiting: list[tuple[tuple[int, int, int], Sample]] = []
         self.parked: dict[Sample, None] = {}
         self.search, self.held = Search(capacity.chunk), list[Sample]()
         self.prefixes: dict[object, Prefix] = {}
         self.started: dict[Prefix, None] = {}
         self.versions = {"": 0}
-        self._num_added = 0
+        self._num_added, self._rounds = 0, Rounds()
         self._freed: list[Prefix] = []  # since `next` or `release` was last called
         self._leaving: list[Prefix] = []  # those that were returned, until the runner has freed their pages
 
@@ -122,7 +124,8 @@ class Scheduler:
 
     def add(self, sample: Sample) -> None:
         """Queues a sample."""
-        sample.priority = (-sample.request.most_tokens if self.capacity.order == "longest" else 0, self._num_added)
+        of_length = -sample.request.most_tokens if self.capacity.order == "longest" else 0
+        sample.priority = of_length, self._rounds.add(sample.request.client, sample.ticket), self._num_added
         self._num_added += 1
         self._enter(sample)
         heapq.heappush(self.waiting, (sample.priority, sample))
@@ -194,6 +197,7 @@ class Scheduler:
 
     def finish(self, sample: Sample) -> None:
         """Records that a sample has finished. If it runs, the next `release` frees its row."""
+        self._rounds.finished(sample.request.client)
         if sample.row.place is Place.HOST:
             sample.row.place = Place.NOWHERE
         self.parked.pop(sample, None)
@@ -296,6 +300,7 @@ class Scheduler:
                 if not fits:
                     break
                 sample.row.place = Place.BATCH
+                self._rounds.admitted(sample.priority[1])
                 self.kept_rows.attach(sample.resumes)
                 row = free_rows.pop(0)
                 admitted[row] = self.running[row] = sample

@@ -16,6 +16,7 @@ from jkv.serving.errors import RefusalError
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")  # names under which a machine calls itself
 ANY = "*"
+DEFAULT = "default"  # the name of `--api-key`, which all clients may share
 ORIGIN = re.compile(r"https?://[^/\s]+")
 
 
@@ -59,6 +60,17 @@ class Access:
             )
             raise RefusalError(401, message, headers={"www-authenticate": "Bearer"})
         return found[0] if found else ""
+
+
+def client_of(key: str, address: str) -> str:
+    """Whose requests take turns with others': those of a key with a name of its own, or else of an address.
+
+    What a body says, such as `user`, does not count: a client could call itself a thousand clients.
+
+    >>> client_of("ann", "10.0.0.1"), client_of(DEFAULT, "10.0.0.1"), client_of("", "10.0.0.1")
+    ('key ann', 'address 10.0.0.1', 'address 10.0.0.1')
+    """
+    return f"address {address}" if key in ("", DEFAULT) else f"key {key}"
 
 
 def host_name(host: str) -> str:

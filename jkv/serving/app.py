@@ -27,7 +27,7 @@ from jkv.errors import InputError
 from jkv.model.params import Model
 from jkv.serving import messages_api, responses_api
 from jkv.serving.about import About
-from jkv.serving.access import Access
+from jkv.serving.access import Access, client_of
 from jkv.serving.conversations import Answers, Conversations, Stored
 from jkv.serving.errors import RefusalError, error_at, error_body, refusal_of
 from jkv.serving.jobs import Encoder, Job, fitted, gathered, make_job, make_turn, until_gone, when_all_end
@@ -201,6 +201,7 @@ class Server:
         if job.row is None and (piece := max((group[0].first for group in job.groups), default=0)):
             headers["x-jkv-prompt-piece"] = str(piece)
         self.check_room(job.num_open)
+        job = job.of_client(client_of(request.state.key, "" if request.client is None else request.client.host))
         tickets = self.submit(job, head, last)
         finish = self.begin(request, job, tickets, headers["x-request-id"])
         if fields.stream:

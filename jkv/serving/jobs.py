@@ -180,6 +180,11 @@ class Job:
     calls: Calls | None = None
     row: KeptRow | None = None
 
+    def of_client(self, client: str) -> "Job":
+        """The job, whose requests take turns with those of other clients."""
+        groups = [[dataclasses.replace(request, client=client) for request in group] for group in self.groups]
+        return dataclasses.replace(self, groups=groups)
+
     @property
     def num_samples(self) -> int:
         """Completions of all prompts."""

@@ -8,7 +8,7 @@ from jkv.checks import check_counts, check_known, check_least, out_of_range, typ
 from jkv.errors import InputError
 from jkv.policies import POLICIES, recipe_of
 from jkv.reasoning.tool_calls import FORMS
-from jkv.serving.access import ANY, ORIGIN, is_host
+from jkv.serving.access import ANY, DEFAULT, ORIGIN, is_host
 
 
 def setting(default: Any, help: str) -> Any:
@@ -87,4 +87,4 @@ class ServerOptions:
     @property
     def keys(self) -> dict[str, str]:
         """The name of each key of clients, by key."""
-        return dict(self.api_keys) | ({} if self.api_key is None else {self.api_key: "default"})
+        return dict(self.api_keys) | ({} if self.api_key is None else {self.api_key: DEFAULT})
