@@ -3,11 +3,12 @@
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Implementation, call
-from pallas_kernels.replay_attention import gpu, reference, tpu
+from pallas_kernels.replay_attention import cpu, gpu, reference, tpu
 
 IMPLEMENTATIONS = {
     "tpu": Implementation(tpu.replay_attention, "tpu", tpu.why_not),
     "gpu": Implementation(gpu.replay_attention, "cuda", gpu.why_not),
+    "cpu": Implementation(cpu.replay_attention, "cpu", cpu.why_not),
     "reference": Implementation(reference.replay_attention),
 }
 

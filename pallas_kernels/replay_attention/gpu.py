@@ -87,7 +87,7 @@ def replay_attention(
     """See `pallas_kernels.replay_attention`."""
     settings = settings_for(query, key, begin, interpret)._replace(lists=sorts)
     rows, columns = (max(getattr(tile, name) for tile in settings[:3]) for name in ("rows", "columns"))
-    passes = pallas.Passes(forward, backward_query, backward_columns, settings)
+    passes = pallas.Passes(forward, backward, settings)
     return pallas.attend(passes, rows, columns, query, key, value, position, begin, end, source, sink, sorts)
 
 
@@ -96,6 +96,12 @@ def forward(settings: Settings, query: Array, *args: Array) -> tuple[Array, Arra
     out_shape = jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct(query.shape[:3], jnp.float32)
     inputs = (query, *args)
     return walk(attend_rows, settings.forward, settings.interpret, inputs, out_shape, "replay_attention", settings.lists)
+
+
+def backward(settings: Settings, *args: Array) -> tuple[Array, Array, Array]:
+    """The gradients of query, key and value."""
+    key, value = backward_columns(settings, *args)
+    return backward_query(settings, *args), key, value
 
 
 def backward_query(settings: Settings, query: Array, *args: Array) -> Array:
@@ -131,7 +137,7 @@ def walk(
     index = lax.broadcasted_iota(jnp.int32, may_read_BKIC.shape, axis)
     if lists:
         stop = may_read_BKIC.sum(axis=axis, dtype=jnp.int32)
-        start = lax.sort((~may_read_BKIC, index), dimension=axis, num_keys=1)[1]  # those to visit come first
+        start = pallas.to_visit(may_read_BKIC, axis)
     else:
         stop = jnp.where(may_read_BKIC, index + 1, 0).max(axis=axis)
         start = jnp.where(may_read_BKIC, index, may_read_BKIC.shape[axis]).min(axis=axis)  # not below `stop` if nothing is read

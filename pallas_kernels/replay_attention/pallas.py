@@ -27,8 +27,7 @@ class Passes(NamedTuple):
     """The kernels of a platform; each is called as `f(settings, query, key, value, position, begin, end, ...)`."""
 
     forward: Callable[..., Any]  # -> output [B, K, I, H], log of the denominators [B, K, I]
-    backward_query: Callable[..., Any]  # (..., log_total, grad, delta) -> gradient of the query
-    backward_columns: Callable[..., Any]  # the same arguments -> gradients of key and value
+    backward: Callable[..., Any]  # (..., log_total, grad, delta) -> gradients of query, key and value
     settings: Any  # hashable
 
 
@@ -141,10 +140,8 @@ def backward(passes: Passes, kept: tuple[Any, ...], grad: Array) -> tuple[Array 
     """Gradients of query, key, value and sink: for the softmax, the sink is a column whose value is 0."""
     *args, sink, out, log_total = kept
     delta = jnp.sum(grad.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    args = [*args, log_total, grad, delta]
     of_sink = None if sink is None else -jnp.sum(jnp.exp(sink - log_total) * delta, axis=0)
-    of_columns = passes.backward_columns(passes.settings, *args)
-    return passes.backward_query(passes.settings, *args), *of_columns, None, None, None, of_sink
+    return *passes.backward(passes.settings, *args, log_total, grad, delta), None, None, None, of_sink
 
 
 attend_columns.defvjp(forward, backward)
@@ -157,6 +154,12 @@ def may_read(
     rows_B2I, columns_BK2C = ranges(position, begin, end, rows, columns)
     lowest, highest = rows_B2I[:, None, 0, :, None], rows_B2I[:, None, 1, :, None]
     return (columns_BK2C[:, :, 0, None] <= highest) & (lowest < columns_BK2C[:, :, 1, None])
+
+
+def to_visit(may_read: Bool[Array, "B K NI NC"], axis: int) -> Int[Array, "B K NI NC"]:
+    """The blocks of an axis with those to visit first, both in order."""
+    index = jax.lax.broadcasted_iota(jnp.int32, may_read.shape, axis)
+    return jax.lax.sort((~may_read, index), dimension=axis, num_keys=1)[1]
 
 
 def ranges(

@@ -96,7 +96,7 @@ def replay_attention(
 ) -> Float[Array, "B T N H"]:
     """See `pallas_kernels.replay_attention`."""
     rows, columns = blocks_of(query, key, begin, sorts)
-    passes = pallas.Passes(forward, backward_query, backward_columns, Settings(rows, columns, interpret))
+    passes = pallas.Passes(forward, backward, Settings(rows, columns, interpret))
     return pallas.attend(passes, rows, columns, query, key, value, position, begin, end, source, sink, sorts)
 
 
@@ -111,6 +111,12 @@ def forward(settings: Settings, query: Array, *args: Array) -> tuple[Array, Arra
         name="replay_attention",
     )
     return out.reshape(query.shape), log_total.reshape(query.shape[:3])
+
+
+def backward(settings: Settings, *args: Array) -> tuple[Array, Array, Array]:
+    """The gradients of query, key and value."""
+    key, value = backward_columns(settings, *args)
+    return backward_query(settings, *args), key, value
 
 
 def backward_query(settings: Settings, query: Array, *args: Array) -> Array:

@@ -11,11 +11,21 @@ import numpy as np
 import pytest
 
 import pallas_kernels as kernels
+from pallas_kernels.dispatch import best
 from pallas_kernels.models import MODELS, Workload
-from pallas_kernels.replay_attention import gpu, pallas, shapes, tpu
+from pallas_kernels.replay_attention import cpu, gpu, pallas, reference, shapes, tpu
 from tests.pallas_kernels import tpu_interpreter
 
 ON_DEVICES = {"tpu": tpu.replay_attention, "gpu": gpu.replay_attention}
+
+
+def on_a_cpu(*args, interpret=None, sorts=False):
+    """In tiles small enough that short texts have several."""
+    return cpu.replay_attention(*args, rows=8, columns=4, sorts=sorts)
+
+
+ON_DEVICES["cpu"] = on_a_cpu
+ON_DEVICES["cpu sorted"] = functools.partial(on_a_cpu, sorts=True)
 ON_DEVICES["sorted"] = functools.partial(gpu.replay_attention, sorts=True)
 
 
@@ -416,6 +426,27 @@ def test_kernels_say_what_they_cannot_take(name):
     if name == "tpu":
         assert "at most 65536 blocks of queries or of columns; got 262144" in why_not(128, tokens=1 << 25)
         assert "at most 8192 KV heads in all rows; got 8200" in why_not(128, batch=1025)
+
+
+def test_a_cpu_visits_tiles_of_more_than_one_block_of_queries():
+    inputs, columns = random_inputs(2, 150, 150, 2, 2, 16), random_columns(2, 150, 2, 170)
+    assert "more than 128 queries; got 128" in cpu.why_not(inputs[0][:, :128], *inputs[1:], *columns)
+    assert "got float16" in cpu.why_not(*(x.astype(jnp.float16) for x in inputs), *columns)
+    assert best(kernels.KERNELS["replay_attention"].implementations, "cpu", *inputs, *columns, sorts=True) == "cpu"
+    found = kernels.replay_attention(*inputs, *columns, SINK, sorts=True)
+    assert_agrees(found, by_hand(*inputs, *columns, SINK))
+
+
+def test_gradients_on_a_cpu_need_no_more_memory_than_plain_xla():
+    """What a program holds beside its arguments grows with queries and columns, not with pairs."""
+
+    def size(run, num_tokens):
+        inputs, columns = random_inputs(1, num_tokens, num_tokens, 2, 2, 16), causal_columns(1, num_tokens, 2)
+        grad = jax.grad(lambda *x: jnp.sum(run(*x, *columns, None) ** 2), argnums=(0, 1, 2))
+        return jax.jit(grad).lower(*inputs).compile().memory_analysis().temp_size_in_bytes
+
+    assert size(cpu.replay_attention, 1024) <= size(reference.replay_attention, 1024)
+    assert size(cpu.replay_attention, 2048) <= 2.1 * size(cpu.replay_attention, 1024)
 
 
 @pytest.fixture
