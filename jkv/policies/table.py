@@ -5,6 +5,7 @@ rather than names made at run time, are what type checkers and editors understan
 """
 
 from jkv.policies.ada_kv import ada_kv as ada_kv
+from jkv.policies.ams import ams as ams
 from jkv.policies.caote import caote as caote
 from jkv.policies.critical_kv import critical_kv as critical_kv
 from jkv.policies.cur import cur as cur
