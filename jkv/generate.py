@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from jkv.checkpoints.adapters import Adapter, load_adapter
 from jkv.checks import described
 from jkv.engine.backend import Backend
 from jkv.engine.engine import Engine
@@ -46,6 +47,7 @@ def generate(
     prompt_piece: int | None = None,
     parse_special: bool = False,
     form: Form | None = None,
+    adapter: Adapter | None = None,
     prompt_mask: Any = None,
     on_tokens: Callable[[Event], None] | None = None,
     progress: bool | None = None,
@@ -60,6 +62,8 @@ def generate(
         Hugging Face returns for texts.
       policy, sampling, max_new_tokens, n, stop_ids, stop_strings, forced_tokens, prompt_piece, parse_special, form: see
         `jkv.RequestOptions`.
+      adapter: a low-rank adapter that all prompts use, in the forms of `jkv.load_adapter`: a folder of peft, or weights that
+        have one. An engine holds several, for each request to choose from.
       prompt_mask: of padded rows of token ids, on either side: 1 for each token and 0 for padding, as a tokenizer's
         `attention_mask`. Rows that look padded are refused without it.
       on_tokens: receives a `jkv.Event` for each sample and chunk (`event.ticket` is the prompt's index), or on replicas for
@@ -79,6 +83,7 @@ def generate(
       TypeError: an unknown argument; the known ones are listed.
     """
     model, known = check_model(model_or_params), [*inspect.signature(generate).parameters, *SAMPLING_FIELDS]
+    model = model if adapter is None else load_adapter(model, adapter)
     sampling, options = sampling_of(model, sampling, settings), EngineOptions().changed(settings, known)
     request_options = RequestOptions(
         policy=policy,

@@ -5,10 +5,11 @@ change numbers in another way is refused by its name. A base in 8 bits or in blo
 """
 
 import dataclasses
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -34,12 +35,13 @@ from jkv.checkpoints.json_files import (
     shown,
 )
 from jkv.errors import refused
-from jkv.model.adapter_stacks import has_adapter, is_adapted
+from jkv.model.adapter_stacks import adapters_of, check_fits, empty_stacks, has_adapter, is_adapted
 from jkv.model.joined import is_joined, separate_weights
 from jkv.model.params import LowRank, Model, ModelConfig, Params
 from jkv.model.weight_shapes import leaf_name, weight_shapes
 from jkv.model.weights import all_finite
 
+Adapter: TypeAlias = Folder | Params  # a folder of peft, or weights with adapters
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, DOWN, UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"  # of the names of tensors
 MAX_RANK = 1 << 12
@@ -64,8 +66,8 @@ UNREAD = frozenset(  # fields of adapter_config.json that change no number, or n
 PLAIN = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal")}
 
 
-def load_adapter(model: Model, folder: Folder) -> Model:
-    """The model with a low-rank adapter that peft has saved: each product is `x @ base + x @ down @ up * scale`.
+def load_adapter(model: Model, adapter: Adapter) -> Model:
+    """The model with a low-rank adapter, such as peft has saved: each product is `x @ base + x @ down @ up * scale`.
 
     The base is never changed, so it may be in floats, in 8 bits or in the blocks of a GGUF file. Joined matrices are separated,
     which takes the memory of both while the argument lives. `generate`, engines, rollouts and `score` run the result, and an
@@ -73,20 +75,38 @@ def load_adapter(model: Model, folder: Folder) -> Model:
 
     Args:
       model: of `jkv.load`, without an adapter, and before `jkv.shard`.
-      folder: with adapter_config.json and adapter_model.safetensors.
+      adapter: a folder with adapter_config.json and adapter_model.safetensors; or weights that have an adapter, whose base is
+        not read.
 
     Raises:
-      ValueError: a file is bad, the adapter is of another model, or it needs what the decoder lacks: DoRA, biases,
-        `modules_to_save`, adapters of experts and embeddings, and initial values that change the base.
+      ValueError: a file is bad, the adapter is of another model or not finite, or it needs what the decoder lacks: DoRA,
+        biases, `modules_to_save`, adapters of experts and embeddings, and initial values that change the base.
     """
-    folder, params = Path(folder), model.params
+    params = model.params
     if params.axis is not None:
         raise refused(
             "load_adapter takes a model on one device; got a mesh. Load the adapter, then call jkv.shard.", model="conflict"
         )
     if has_adapter(params):
         raise refused("load_adapter takes a model without an adapter; got one with it. Load the base again.", model="conflict")
-    return dataclasses.replace(model, params=with_adapters(params, read_folder(folder, params)))
+    found, where = read_adapter(adapter, params)
+    most = max((one.up.shape[0] for one in found.values()), default=1)
+    check_fits(jax.eval_shape(lambda: empty_stacks(params.config, 1, most, params.final_norm.dtype)), found, where)
+    return dataclasses.replace(model, params=with_adapters(params, found))
+
+
+def read_adapter(given: Any, params: Params) -> tuple[dict[str, LowRank], str]:
+    """The adapter of each matrix, of a folder of peft or of weights that have adapters, and where it was found, for errors.
+
+    Raises:
+      ValueError: something else, or a bad file.
+    """
+    if isinstance(given, str | os.PathLike):
+        return read_folder(Path(given), params), str(given)
+    if isinstance(given, Params):
+        return adapters_of(given), "The weights"
+    rule = f"An adapter must be a folder of peft, or jkv.Params with adapters; got {shown(given)}. Load it first."
+    raise refused(rule, adapter="wrong_type")
 
 
 def read_folder(folder: Path, params: Params) -> dict[str, LowRank]:

@@ -1,21 +1,19 @@
 """The low-rank adapters that an engine's requests choose from, each in a place of stacks on the device."""
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jkv.checkpoints.adapters import read_folder
+from jkv.checkpoints.adapters import read_adapter
 from jkv.checks import counted, did_you_mean, shown, typed
 from jkv.engine.device_program import device_program
 from jkv.engine.processes import spans
 from jkv.errors import InputError, refused
 from jkv.model import weights
-from jkv.model.adapter_stacks import adapters_of, check_fits, empty_stacks, padded, with_place
+from jkv.model.adapter_stacks import check_fits, empty_stacks, padded, with_place
 from jkv.model.params import LowRank, Params
 from jkv.model.sharding import shardings
 
@@ -82,13 +80,7 @@ class AdapterStore:
         Raises:
           ValueError: something else, a bad file, or an adapter that a place does not hold.
         """
-        if isinstance(given, str | os.PathLike):
-            found, where = read_folder(Path(given), self._shapes), str(given)
-        elif isinstance(given, Params):
-            found, where = adapters_of(given), "The weights"
-        else:
-            rule = f"An adapter must be a folder of peft, or jkv.Params with adapters; got {shown(given)}. Load it first."
-            raise refused(rule, adapter="wrong_type")
+        found, where = read_adapter(given, self._shapes)
         check_fits(self.stacks, found, where)
         return found
 

@@ -12,7 +12,6 @@ import collections
 import dataclasses
 import itertools
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ import numpy as np
 
 from jkv import notebook
 from jkv.cache.pool import num_pages_of
+from jkv.checkpoints.adapters import Adapter
 from jkv.checks import described, size
 from jkv.engine import mesh as meshes
 from jkv.engine import row_moves, turns
@@ -560,7 +560,7 @@ class Engine:
                 self.runner.set_params(params)
                 self._use_version(self.version + 1)
 
-    def add_adapter(self, name: str, adapter: str | os.PathLike[str] | Params) -> None:
+    def add_adapter(self, name: str, adapter: Adapter) -> None:
         """Puts a low-rank adapter into a free place; requests with `adapter=name` use it.
 
         Nothing compiles, but for the engine's first adapter the program that writes a place.
@@ -577,7 +577,7 @@ class Engine:
         adapters.check_new(name)
         self._put_adapter("add_adapter", name, adapters.read(adapter))
 
-    def update_adapter(self, name: str, adapter: str | os.PathLike[str] | Params) -> None:
+    def update_adapter(self, name: str, adapter: Adapter) -> None:
         """Replaces an adapter from the next step on, as `update` replaces the weights. Nothing compiles.
 
         Rows that decode with it go on with the new one; others do not notice. `Completion.versions` records the version behind

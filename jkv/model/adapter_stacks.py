@@ -42,6 +42,11 @@ def has_adapter(params: Params) -> bool:
     return any(map(is_low_rank, jax.tree.leaves(params, is_leaf=is_low_rank)))
 
 
+def is_traced(adapter: LowRank) -> bool:
+    """Whether its numbers are not there yet, as where a loss is differentiated."""
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in (adapter.down, adapter.up))
+
+
 def empty_stacks(config: ModelConfig, num_places: int, rank: int, dtype: Any) -> Params:
     """A tree like a model's weights, with a stack for each matrix that may have an adapter, and None elsewhere.
 
@@ -101,7 +106,7 @@ def check_fits(stacks: Params, adapters: Mapping[str, LowRank], where: str) -> N
         if rank > most:
             rule = f"{where}: {name} must have at most rank {most}, the engine's adapter_rank; got {rank}. "
             raise refused(f"{rule}Build the engine with a higher adapter_rank.", adapter="does_not_fit")
-        if not all_finite([one.down, one.up]):
+        if not is_traced(one) and not all_finite([one.down, one.up]):
             rule = f"{where}: {name} must have finite numbers; got NaN or infinity. Save the adapter again."
             raise refused(rule, adapter="out_of_range")
 

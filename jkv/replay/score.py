@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import pallas_kernels as kernels
+from jkv.checkpoints.adapters import Adapter, load_adapter
 from jkv.checks import check_between, check_counts, typed
 from jkv.errors import refused
 from jkv.model import decoder
@@ -124,6 +125,7 @@ def score(
     mesh: AnyMesh | None = None,
     routed_experts: Any = None,
     top: int = 0,
+    adapter: Adapter | None = None,
 ) -> Scores:
     """The log-probability of every completion token in nats: with a full cache, or (`trace=out.trace`) with the compressed one.
 
@@ -145,10 +147,14 @@ def score(
     With `top=k`, up to 64, `Scores.top` has the k most likely tokens at each place, under the same distribution, such as a
     teacher's for `jkv.rl.distillation`. Another k compiles another program.
 
+    With `adapter`, a folder of peft or weights that have one, the model scores with it (`jkv.load_adapter`).
+
     Raises:
       ValueError: tokens without prompts, a trace or experts of another shape, the trace None of a result that recorded none,
         a `top` out of its range, or a mesh that does not divide the model.
     """
+    if adapter is not None:
+        model = load_adapter(model if isinstance(model, Model) else Model(model), adapter)
     params = model.params if isinstance(model, Model) else model
     check_between(0, MOST_TOP, top=(top := typed("top", top, int)))
     mesh, max_tokens = mesh_of(params, mesh), typed("max_tokens", max_tokens, int)

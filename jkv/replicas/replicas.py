@@ -23,7 +23,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jkv.checks import check_counts, check_known, counted, typed
+from jkv.checkpoints.adapters import Adapter
+from jkv.checks import check_counts, check_known, counted, shown, typed
 from jkv.engine.backend import run_to_end
 from jkv.engine.clocks import running_seconds
 from jkv.engine.engine import Engine
@@ -55,6 +56,7 @@ from jkv.replicas.waiting import Load
 from jkv.replicas.worker import digests_of
 
 CARRIERS = ("threads", "ray")
+NO_ADAPTERS = "Replicas hold no adapters by name; got the adapter {got}. Load the adapter's model, or use a single engine."
 NO_ROWS = (
     "A conversation of several turns goes on in the row that its last turn has left, and replicas keep no rows. "
     'Use a mesh without the axis "data", or max_turns=1.'
@@ -506,6 +508,16 @@ class Replicas:
                 self._dispatcher.call(self._dispatcher.update, content, digests, reply).result()
             reply.result()
             shared.sent = digests
+
+    def add_adapter(self, name: str, adapter: Adapter) -> None:
+        """Refuses an adapter, which replicas have no places for."""
+        raise InputError(NO_ADAPTERS, field="adapter", code="unsupported", got=shown(name))
+
+    update_adapter = add_adapter
+
+    def remove_adapter(self, name: str) -> None:
+        """Refuses an adapter, which replicas have no places for."""
+        raise InputError(NO_ADAPTERS, field="adapter", code="unsupported", got=shown(name))
 
     def sleep(self, forget_weights: bool = False) -> None:
         """Frees the pools of all replicas; running rows are swapped out to host memory. See `jkv.Engine.sleep`."""

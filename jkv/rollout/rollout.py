@@ -21,6 +21,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
+from jkv.checkpoints.adapters import Adapter
 from jkv.checks import check_counts, typed
 from jkv.engine.backend import Backend
 from jkv.engine.interrupts import deferred_interrupts
@@ -112,7 +113,7 @@ class Rollout(Session):
 
     @property
     def version(self) -> int:
-        """The version of the weights in use: how often they were replaced."""
+        """The version of the weights in use: how often they, or adapters, were replaced."""
         return self.engine.version
 
     @property
@@ -223,6 +224,38 @@ class Rollout(Session):
         """
         with self.callers.alone():
             self.engine.update(params)
+
+    def add_adapter(self, name: str, adapter: Adapter) -> None:
+        """Puts a low-rank adapter into a free place of the engine; samples with `adapter=name` use it.
+
+        The rollout is built with places: `max_adapters=`, `adapter_rank=`. `update_adapter` is then a trainer's update of the
+        adapter alone: kilobytes, and the base is not read.
+
+        Raises:
+          ValueError: see `jkv.Engine.add_adapter`; nothing is changed.
+        """
+        with self.callers.alone():
+            self.engine.add_adapter(name, adapter)
+
+    def update_adapter(self, name: str, adapter: Adapter) -> None:
+        """Replaces an adapter from the next step on; nothing compiles, and pending samples with it go on with the new one.
+
+        `policy_version` records the version behind each token, which counts updates of weights and adapters together.
+
+        Raises:
+          ValueError: see `jkv.Engine.update_adapter`; nothing is changed.
+        """
+        with self.callers.alone():
+            self.engine.update_adapter(name, adapter)
+
+    def remove_adapter(self, name: str) -> None:
+        """Frees the place of an adapter.
+
+        Raises:
+          ValueError: an unknown name, or an adapter that pending samples use; nothing is changed.
+        """
+        with self.callers.alone():
+            self.engine.remove_adapter(name)
 
     def sleep(self, forget_weights: bool = False) -> None:
         """Frees the pool for the trainer; pending samples are swapped out to host memory.

@@ -73,6 +73,65 @@ def test_the_base_in_8_bits_is_not_changed(tmp_path):
     np.testing.assert_allclose(score, out.logprobs, atol=1e-4)
 
 
+@pytest.mark.parametrize("form", ["folder", "weights"])
+@pytest.mark.parametrize("joined", [False, True], ids=["separate", "joined"])
+def test_generate_and_score_take_an_adapter(tmp_path, form, joined):
+    write_adapter(tmp_path)
+    base = jkv.load(GOLDEN / "llama_scaled", joined=joined)
+    own = jkv.load_adapter(base, tmp_path)
+    adapter = tmp_path if form == "folder" else own.params
+    settings = {"max_new_tokens": 4, "stop_ids": (), "progress": False}
+    out, expected = jkv.generate(base, [[3, 1, 4]], adapter=adapter, **settings), jkv.generate(own, [[3, 1, 4]], **settings)
+    plain = jkv.generate(base, [[3, 1, 4]], **settings)
+    assert out.tokens.tolist() == expected.tokens.tolist()
+    np.testing.assert_array_equal(out.logprobs, expected.logprobs)
+    for model in (base, base.params):
+        np.testing.assert_array_equal(jkv.score(model, out, adapter=adapter).logprobs, jkv.score(own, out).logprobs)
+    assert np.abs(jkv.score(base, out).logprobs - out.logprobs).max() > 1e-3
+    assert np.abs(plain.logprobs - out.logprobs).max() > 1e-3
+
+
+def test_a_loss_is_differentiable_with_respect_to_the_adapter_alone(tmp_path):
+    write_adapter(tmp_path)
+    base = jkv.load(GOLDEN / "llama_scaled")
+    own = jkv.load_adapter(base, tmp_path).params
+    out = jkv.generate(base, [[3, 1, 4]], adapter=own, max_new_tokens=4, stop_ids=(), progress=False)
+
+    def query(params):
+        return params.layers[0].query
+
+    def loss(up, by_adapter):
+        layer = own.layers[0].replace(query=query(own).replace(up=up))
+        params = own.replace(layers=(layer, *own.layers[1:]))
+        return (jkv.score(base, out, adapter=params) if by_adapter else jkv.score(params, out)).logprobs.sum()
+
+    got, wanted = (jax.grad(loss)(query(own).up, by_adapter) for by_adapter in (True, False))
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+    assert np.abs(wanted).max() > 1e-3
+
+
+def test_what_is_no_adapter_is_refused_by_generate_and_score(tmp_path):
+    write_adapter(tmp_path)
+    base = jkv.load(GOLDEN / "llama_scaled")
+    other = jkv.load_adapter(base, tmp_path).params
+    layer = other.layers[0]
+    bad = other.replace(
+        layers=(layer.replace(query=layer.query.replace(up=layer.query.up.at[0, 0].set(np.nan))), *other.layers[1:])
+    )
+    cases = {
+        "folder of peft, or jkv.Params": 3,
+        "adapter_config.json": "no/such/folder",
+        "finite numbers": bad,
+        "got none": base.params,
+    }
+    out = jkv.generate(base, [[3, 1, 4]], max_new_tokens=2, progress=False)
+    for message, given in cases.items():
+        with pytest.raises(ValueError, match=message):
+            jkv.generate(base, [[3, 1, 4]], adapter=given)
+        with pytest.raises(ValueError, match=message):
+            jkv.score(base, out, adapter=given)
+
+
 def first(tensors):
     return min(name for name in tensors if "lora_A" in name)
 

@@ -177,12 +177,37 @@ def test_a_base_of_joined_codes_takes_adapters_and_rows_guess(model):
 
 def test_a_rollout_takes_an_adapter_by_name(model):
     rollout = jkv.Rollout(model, max_prompt_tokens=16, max_new_tokens=8, n=2, max_running=2, page_size=4, max_adapters=1)
-    rollout.engine.add_adapter("a", weights_of(model, "a"))
+    rollout.add_adapter("a", weights_of(model, "a"))
     out = rollout([PROMPT[:9]], adapter="a", seed=1, return_trace=True)
     own = dataclasses.replace(model, params=weights_of(model, "a"))
     np.testing.assert_allclose(jkv.score(own, out, trace=out.trace).logprobs, out.logprobs, atol=1e-5)
     with pytest.raises(ValueError, match="got 'b', and this engine has 'a'"):
         rollout([PROMPT[:9]], adapter="b")
+    rollout([PROMPT[:9]], adapter="a", seed=1, return_trace=True)
+    before = COMPILING.count
+    rollout.update_adapter("a", adapted(model.params, seed=5))
+    later = rollout([PROMPT[:9]], adapter="a", seed=1, return_trace=True)
+    assert COMPILING.count == before
+    changed = dataclasses.replace(model, params=adapted(model.params, seed=5))
+    np.testing.assert_allclose(jkv.score(changed, later, trace=later.trace).logprobs, later.logprobs, atol=1e-5)
+    versions = {int(x.policy_version[x.mask].max()) for x in (out, later)}
+    assert versions == {1, 2} == {rollout.version - 1, rollout.version}
+    rollout.submit([PROMPT[:9]], adapter="a")
+    with pytest.raises(ValueError, match="no request uses; 2 samples use 'a'"):
+        rollout.remove_adapter("a")
+    rollout.cancel()
+    rollout.remove_adapter("a")
+    with pytest.raises(ValueError, match="this engine has none"):
+        rollout([PROMPT[:9]], adapter="a")
+
+
+def test_replicas_refuse_adapters_by_their_names(model):
+    with jkv.Replicas(model, num_replicas=1, max_running=1, max_slots=64, page_size=4) as replicas:
+        for call in (replicas.add_adapter, replicas.update_adapter):
+            with pytest.raises(ValueError, match="Replicas hold no adapters by name; got the adapter 'a'"):
+                call("a", weights_of(model, "a"))
+        with pytest.raises(ValueError, match="got the adapter 'a'"):
+            replicas.remove_adapter("a")
 
 
 def query_of(change):
