@@ -278,7 +278,7 @@ def test_equal_prompts_compile_nothing_that_different_ones_did_not(model):
 
 
 def test_a_policy_by_its_bare_name_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"made by a recipe such as .*known: ada_kv, caote"):
+    with pytest.raises(ValueError, match=r"made by a recipe such as .*known: ada_kv, ams, caote"):
         spread_policies("r_kv", 1)
 
 
