@@ -31,6 +31,7 @@ from jkv.checkpoints.adapters import load_adapter
 from jkv.checkpoints.loading import load
 from jkv.checkpoints.saved_weights import restore, save
 from jkv.checkpoints.state_dicts import params_from
+from jkv.checkpoints.to_maxtext import to_maxtext
 from jkv.engine.drafters import draft_pages, ngram, siblings
 from jkv.engine.engine import Engine
 from jkv.engine.kept_rows import Transcript
@@ -151,6 +152,7 @@ __all__ = [
     "siblings",
     "split_by_width",
     "testing",
+    "to_maxtext",
     "to_pandas",
     "verify",
     "viz",

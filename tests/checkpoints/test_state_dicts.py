@@ -113,6 +113,42 @@ def test_a_maxtext_tree_gives_the_same_weights_as_the_state_dict(case):
             np.testing.assert_allclose(leaf, other, rtol=2e-7, atol=0)  # the root of the head size is undone
 
 
+@pytest.mark.parametrize("case", TREES)
+def test_weights_go_to_a_maxtext_tree_and_come_back(case):
+    params, state = held(case)
+    for axis in (None, 0, 1):
+        tree, wanted = jkv.to_maxtext(params, scan_axis=axis), maxtext_tree(state, params.config, axis)
+        assert jax.tree.structure(tree) == jax.tree.structure(wanted)
+        for leaf, other in zip(jax.tree.leaves(tree), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(leaf, other, rtol=2e-7, atol=0)
+        found = params_from(tree, params, scan_axis=axis or 0)
+        for leaf, other in zip(jax.tree.leaves(found), jax.tree.leaves(params), strict=True):
+            np.testing.assert_allclose(leaf, other, rtol=2e-7, atol=0)  # the root of 8 is not exact
+
+
+def test_bits_go_to_a_maxtext_tree_and_come_back_where_the_root_is_exact():
+    config = dataclasses.replace(SMALL, head_size=16)
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(config))
+    tree = jkv.to_maxtext(params)
+    assert tree["decoder"]["layers"]["self_attention"]["query"]["kernel"].dtype == jnp.bfloat16
+    assert_equal(params_from(tree, params), params)
+
+
+def test_any_form_of_weights_goes_to_a_maxtext_tree():
+    params, _ = held("qwen3")
+    assert_equal(params_from(jkv.to_maxtext(jkv.join_weights(params)), params), params)
+    in_bytes = jkv.quantise_weights(params, "int8")
+    query = jkv.to_maxtext(in_bytes, scan_axis=None)["decoder"]["layers_0"]["self_attention"]["query"]["kernel"]
+    np.testing.assert_array_equal(query.reshape(params.layers[0].query.shape), in_bytes.layers[0].query.dequantised)
+
+
+def test_what_has_no_place_in_a_maxtext_tree_is_refused():
+    with pytest.raises(ValueError, match="weights are read of llama, qwen2, qwen3 without experts; got gemma3_text"):
+        jkv.to_maxtext(held("gemma3")[0])
+    with pytest.raises(ValueError, match="scan_axis must be 0, 1 or None; got 2"):
+        jkv.to_maxtext(held("qwen3")[0], scan_axis=2)
+
+
 def test_heads_of_llama_attend_as_maxtexts_arithmetic_does():
     """MaxText rotates neighbouring channels as complex numbers, and does not divide the products by the root of H."""
     config, tokens = SMALL, 6
