@@ -140,6 +140,7 @@ GROUPS: Mapping[str, Group] = {
             "jkv.Params",
             "jkv.load_adapter",
             "jkv.params_from",
+            "jkv.to_maxtext",
             "jkv.save",
             "jkv.restore",
             "jkv.weight_shapes",

@@ -105,10 +105,13 @@ def test_every_file_that_is_named_exists(page):
 def missing_files(text, page):
     """The paths in inline code that neither exist nor are written by a command on the pages."""
     written = "\n".join(block for one in PAGES for block in blocks(one.read_text(), "sh"))
+    ignored = [line.strip("/") for line in (ROOT / ".gitignore").read_text().split()]  # which commands write, such as CI
     missing = []
     for span in spans(text):
         is_bare = re.fullmatch(rf"[\w*.-]+\.(?:{SUFFIXES})", span)
         if not is_bare and not re.fullmatch(r"\.?[\w*.-]+/[\w*./-]*", span):
+            continue
+        if span.partition("/")[0] in ignored:
             continue
         if is_bare and re.search(rf"(?<![\w/.-]){re.escape(span)}\b", written):
             continue
@@ -123,9 +126,10 @@ def missing_files(text, page):
 def test_a_planted_wrong_file_or_link_is_found():
     page = ROOT / "docs" / "engine.md"
     text = (
-        "`jkv/no/file.py`, `docs/engine.md`, `no_policy.py`, `r_kv.py`, `results/*.nothing`, `LICENSE`, `[B, K]`, `tests/aot`"
+        "`jkv/no/file.py`, `docs/engine.md`, `no_policy.py`, `r_kv.py`, `results/*.nothing`, `LICENSE`, `[B, K]`, `tests/aot`, "
+        "`.cache/anything`, `.caches/anything`"
     )
-    assert missing_files(text, page) == ["jkv/no/file.py", "no_policy.py", "results/*.nothing"]
+    assert missing_files(text, page) == ["jkv/no/file.py", "no_policy.py", "results/*.nothing", ".caches/anything"]
     text = "[a](engine.md) [b](engine.md#memory) [c](engine.md#no-heading) [d](nowhere.md) [e](#streaming) [f](https://x.org)"
     assert broken_links(text, page) == ["engine.md#no-heading", "nowhere.md"]
 
