@@ -4,6 +4,7 @@ size, however much they count.
 
 import contextlib
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,12 +24,24 @@ class CompileClock:
     def __init__(self) -> None:
         self.seconds, self.count = 0.0, 0
         self._spans: list[tuple[float, float]] = []  # disjoint and ascending; the newest may still be enclosed by another
+        self._threads = set[int]()  # whose seconds do not count
+
+    @contextlib.contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """What this thread compiles in the block keeps no other waiting: its programs count, and its seconds do not."""
+        self._threads.add(threading.get_ident())
+        try:
+            yield
+        finally:
+            self._threads.discard(threading.get_ident())
 
     def listen(self, event: str, duration_secs: float, **_: Any) -> None:
         """Adds a duration reported by JAX; reports come as spans end, inner spans first."""
         if not event.startswith("/jax/core/compile/"):
             return
         self.count += event.endswith("backend_compile_duration")
+        if threading.get_ident() in self._threads:
+            return
         end = time.perf_counter()
         begin = end - duration_secs
         while self._spans and self._spans[-1][0] >= begin:

@@ -5,8 +5,9 @@ memory regions for as long as it is cached. Linux allows a process 65,530 of the
 that, without a Python exception: after some 150 engines of different shapes, or some 600 programs. So `let_programs_go`.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,16 @@ class DeviceProgram:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.jitted(*args, **kwargs)
 
+    @property
+    def static(self) -> tuple[str, ...]:
+        """The names of the static arguments."""
+        names = self.settings.get("static_argnames", ())
+        return (names,) if isinstance(names, str) else tuple(names)
+
+    def compile(self, *args: Any, **kwargs: Any) -> Any:
+        """The compiled program for static arguments and shapes, which takes the other arguments, by name as here."""
+        return self.jitted.lower(*args, **kwargs).compile()
+
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """`jax.jit(...).trace`."""
         return self.jitted.trace(*args, **kwargs)
@@ -84,14 +95,30 @@ class ProgramsFor:
     def __init__(self, programs: Any, capability: tuple[int, int] | None, kernels: str | None) -> None:
         self.programs, self.capability, self.kernels = programs, capability, kernels
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        program = getattr(self.programs, name)
+    def __getattr__(self, name: str) -> "ProgramFor":
+        return ProgramFor(getattr(self.programs, name), self.capability, self.kernels)
 
-        def run(*args: Any, **settings: Any) -> Any:
-            with choice.tracing_for(self.capability), choice.choose(self.kernels):
-                return program(*args, **settings)
 
-        return run
+class ProgramFor:
+    """One of them."""
+
+    def __init__(self, program: DeviceProgram, capability: tuple[int, int] | None, kernels: str | None) -> None:
+        functools.update_wrapper(self, program, updated=())
+        self.program, self.static, self._given = program, program.static, (capability, kernels)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._tracing():
+            return self.program(*args, **kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> Any:
+        """See `DeviceProgram.compile`."""
+        with self._tracing():
+            return self.program.compile(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _tracing(self) -> Iterator[None]:
+        with choice.tracing_for(self._given[0]), choice.choose(self._given[1]):
+            yield
 
 
 def programs_for(programs: Any, devices: Iterable[jax.Device], kernels: str | None) -> Any:

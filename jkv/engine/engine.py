@@ -382,7 +382,8 @@ class Engine:
         raise_lost_interrupt()
         if self.scheduler.has_unfinished:
             self.runner.check_ready()
-        let_programs_go()
+        if let_programs_go():
+            self.runner.foreseen.forget()
         compiled = COMPILING.seconds
         with deferred_interrupts():
             self._repaired("step", self._run_step)
@@ -757,6 +758,16 @@ class Engine:
         check_request(request, self.options, self.adapters)
         turns.check_keep(request)
         return request
+
+    def is_foreseen(self, request: Request) -> bool:
+        """Whether a checked request's programs are compiled; if not, they are being compiled (`jkv.engine.foreseen`).
+
+        Raises:
+          BaseException: what one of them has failed with.
+        """
+        sample = self._sample(-1, 0, request, None)
+        sample.pending = len(request.prompt) - (request.num_kept or request.first_prompt)
+        return self.runner.foreseen.is_ready(sample)
 
     def _sample(self, ticket: int, index: int, request: Request, on_tokens: Callable[[Event], None] | None) -> Sample:
         pages = most_pages(self.model.params, request, self.capacity.page_size, self.capacity.num_shards)

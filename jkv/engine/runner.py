@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from jkv.engine.device_program import LEAST_ROWS, device_program, programs_for
 from jkv.engine.drafters import Drafter, places_of
 from jkv.engine.faults import accuse, blame, working_for
 from jkv.engine.filling import PIECES, Filling, Pieces
+from jkv.engine.foreseen import Foreseen
 from jkv.engine.form_store import FormStore
 from jkv.engine.kept_rows import KeptRows
 from jkv.engine.memory import state_bytes
@@ -37,6 +38,7 @@ from jkv.engine.prefix_cache import PrefixCache
 from jkv.engine.processes import copy_to_host, host, spans
 from jkv.engine.programs import ChunkInputs
 from jkv.engine.records import RowOutputs, new_records
+from jkv.engine.requests import Request
 from jkv.engine.row import Place, Row, SwappedRow
 from jkv.engine.row_views import facts_for
 from jkv.engine.samples import Completion, Prefix, Sample, pieces_in_use, split_by_ownership
@@ -146,6 +148,8 @@ class Runner:
       filling: prompts that are not in their rows yet.
       sharer: finds pages to share.
       meter: measures bytes and seconds.
+      foreseen: knows the programs of requests, where they are compiled by another thread.
+      all_alive: which rows go on where no chunk is in flight: all, [B], on the device; None where none ever is.
       trials: tries policies before requests with them are admitted.
     """
 
@@ -190,6 +194,7 @@ class Runner:
         self.ahead = self.platform != "cpu" if ahead is None else ahead
         self.draws = DRAWS[0]  # the most general kind so far, until `lower`, because another kind compiles again
         self.parts_on: set[str] = set()  # the names of parts that a request has needed; stay for the same reason
+        self.foreseen = Foreseen(self)
         keep_programs()
         config, max_pages = model.config, num_pages_of(max_slots, capacity.page_size)
         sizes: dict[str, Any] = {
@@ -210,7 +215,7 @@ class Runner:
         everywhere = self._place if mesh is None else meshes.replicated(mesh)
         # On the device, as what a chunk returns is: programs would compile once more for an array of the host.
         self.forms = FormStore(functools.partial(jax.device_put, device=everywhere))
-        self._all_alive: Any = jax.device_put(np.ones(self.num_rows, bool), everywhere) if self.ahead else None
+        self.all_alive: Any = jax.device_put(np.ones(self.num_rows, bool), everywhere) if self.ahead else None
         self.wake()
         self._settings: ChunkInputs | None = None  # settings of the rows, on the device; None when the rows have changed
         self._carried = Carried()  # what parts keep on the device
@@ -406,20 +411,22 @@ class Runner:
         """Prefills tokens into a row, after those that it has: the first `done` of its prompt, or None if it has evicted."""
         for token, count in chunk_inputs.chunks(tokens, self.prefill):
             yield int(count[0])
-            num_pages = None
-            if done is not None and self._gathers_prompts:
-                done += int(count[0])
-                num_pages = chunk_inputs.pages_to_read(
-                    done, self.capacity.page_size, self.state.cache.pool.page_table.shape[-1]
-                )
+            done = None if done is None else done + int(count[0])
+            num_pages = self.pages_to_read(done)
             self.meter.stats.prefilled += int(count[0])
             with self.meter.clock("prefill_seconds"), self.meter.stats.idle.dispatching(is_ready(self.state)):
-                parts = self._parts_of_prompts(row, sample)
+                parts = self.parts_of_prompts(row, sample)
                 args = self.params, self.state, np.asarray([row], np.int32), token, count, parts
                 self.state, hidden, held, experts = self.programs.prefill_chunk(*args, num_pages=num_pages)
                 self.held.append(held)
                 if sample.row.records is not None:
                     sample.row.records.prefilled(token[0, : count[0]], hidden, experts)
+
+    def pages_to_read(self, done: int | None) -> int | None:
+        """Pages that a piece of a prompt reads of its row, which then has `done` tokens; None for all that it can have."""
+        if done is None or not self._gathers_prompts:
+            return None
+        return chunk_inputs.pages_to_read(done, self.capacity.page_size, self.state.cache.pool.page_table.shape[-1])
 
     def fill(self, *, to_end: bool = False) -> None:
         """Prefills as much as may come before the next chunk, or all that waits."""
@@ -464,7 +471,8 @@ class Runner:
     def dispatch(self, running: dict[int, Sample], num_steps: int, last: Flight | None = None) -> Flight:
         """Dispatches one chunk; `last` is the one before, if its tokens are not read yet."""
         is_traced = self.is_traced and self.needs.has_events
-        inputs = self._chunk_inputs(running)._replace(is_alive=alive_after(last, self._all_alive))
+        inputs = self._chunk_inputs(running)._replace(is_alive=alive_after(last, self.all_alive))
+        num_steps = self.foreseen.steps_for(inputs, self._carried, num_steps, is_traced)
         with self.meter.clock("decode_seconds"), self.meter.stats.idle.dispatching(is_ready(self.state)):
             self.state, outputs, self._carried = self.programs.decode_chunk(
                 self.params, self.state, inputs, self._carried, num_steps, self.draws, is_traced, self.drafter
@@ -550,46 +558,63 @@ class Runner:
                 self.state,
                 np.full(1, row, np.int32),
                 by_head(sample.budgets, self.capacity.num_kv_heads)[:, None],
-                np.full(1, request.first_prompt, np.int32),
-                np.asarray([[evict.sinks], [evict.recent]], np.int32),
-                evict=evict.static,
-                is_traced=self.is_traced,
+                **self.compaction_of(request),
                 sentences=sentences,
-                facts=facts_for(request.policy, self.model),
-                cutoff=cutoff_of(request.policy),
-                is_alive=alive_after(last, self._all_alive),
+                is_alive=alive_after(last, self.all_alive),
             )
         self.scores.append((sample.prefix if sample.reads_prefix and sample.is_filling else sample, kinds))
         is_planned = request.policy.is_planned
         return dropped, is_left, None if is_planned else self.programs.filled_slots(self.state, np.int32(row))
 
+    def compaction_of(self, request: Request) -> dict[str, Any]:
+        """The arguments of a compaction that are the same for all of a request's."""
+        evict = request.policy.evict
+        assert evict is not None
+        return {
+            "prompt_length": np.full(1, request.first_prompt, np.int32),
+            "protected": np.asarray([[evict.sinks], [evict.recent]], np.int32),
+            "evict": evict.static,
+            "is_traced": self.is_traced,
+            "facts": facts_for(request.policy, self.model),
+            "cutoff": cutoff_of(request.policy),
+        }
+
     def lower(self) -> None:
         """Chunks serve no more kinds of requests than those that come from now on: see `draws`. For an idle engine."""
         self.draws, self.parts_on = DRAWS[0], set()
+        self.foreseen.lower()
         self._settings, self._carried = None, Carried()
 
-    def _rows(self, running: Mapping[int, Sample]) -> Rows:
+    def rows_of(self, running: Mapping[int, Sample]) -> Rows:
         stores = self.drafter, self.forms, self.adapters
         return Rows(running, self.num_rows, self.model, self.needs, self.gate, self.routed_experts, *stores)
 
-    def _parts_of_prompts(self, row: int, sample: Sample) -> Parts:
+    def parts_of_prompts(self, row: int, sample: Sample) -> Parts:
         """The parts that see the tokens of a prompt, which go to one row."""
-        rows = self._rows({row: sample})
+        rows = self.rows_of({row: sample})
         return Parts.from_names({name: kind.of(rows) for name, kind in KINDS.items() if kind.sees_prompts and kind.is_on(rows)})
 
     def _chunk_inputs(self, running: Mapping[int, Sample]) -> ChunkInputs:
         """The inputs of the next chunk; settings stay on the device until the rows change."""
-        rows = self._rows(running)
+        rows = self.rows_of(running)
         if self._settings is None:
-            self.draws = max([self.draws, *(request.sampling.draws for request in rows.requests)], key=DRAWS.index)
-            self.parts_on |= names_on(rows)
-            sharding = None if self.mesh is None else meshes.replicated(self.mesh)
-            kept = [KINDS[name].carried(rows) for name in self.parts_on]
-            carried = {name: jax.device_put(x, sharding or self._place) for fields in kept for name, x in fields.items()}
-            self._carried = Carried(**carried)  # placed as a chunk returns it
-            sizes = {"max_stop_ids": self.max_stop_ids, "page_size": self.capacity.page_size}
-            self._settings = row_settings(rows, self.parts_on, **sizes, sharding=sharding)
+            self.draws, self.parts_on = self.kinds_for(rows)
+            self._settings, self._carried = self.settings_for(rows, self.parts_on)
         return for_chunk(self._settings, rows)
+
+    def kinds_for(self, rows: Rows) -> tuple[str, set[str]]:
+        """The kind of draws and the parts of a chunk of these rows: those of theirs, of earlier ones, and those foreseen."""
+        draws, names = self.foreseen.draws, self.foreseen.names
+        most = max([self.draws, draws, *(request.sampling.draws for request in rows.requests)], key=DRAWS.index)
+        return most, self.parts_on | names | names_on(rows)
+
+    def settings_for(self, rows: Rows, names: Collection[str]) -> tuple[ChunkInputs, Carried]:
+        """The settings of these rows, and what their parts keep on the device, placed as a chunk returns it."""
+        sharding = None if self.mesh is None else meshes.replicated(self.mesh)
+        kept = [KINDS[name].carried(rows) for name in names]
+        carried = {name: jax.device_put(x, sharding or self._place) for fields in kept for name, x in fields.items()}
+        sizes = {"max_stop_ids": self.max_stop_ids, "page_size": self.capacity.page_size}
+        return row_settings(rows, names, **sizes, sharding=sharding), Carried(**carried)
 
     def pad_rows(self, rows: Sequence[int]) -> np.ndarray:
         """Row indices padded to all rows of the pool with an index out of range, which programs ignore."""

@@ -69,10 +69,12 @@ class Ticket(Reply[Result]):
       number: the engine's own ticket; -1 until the owner thread has submitted the request.
       keep: whether its rows are kept for a next turn.
       is_closed: whether its caller wants none of them.
+      requests: whose programs are compiled before the request is submitted.
     """
 
-    def __init__(self, service: "Service", streams: bool, keep: bool = False) -> None:
+    def __init__(self, service: "Service", streams: bool, keep: bool = False, requests: Sequence[Request] = ()) -> None:
         super().__init__()
+        self.requests = requests
         self.number = -1
         self.service, self.streams, self.keep, self.is_closed = service, streams, keep, False
         self._events: list[Event] = []
@@ -180,14 +182,16 @@ class Service:
       engine: the `jkv.Engine`.
       collect: what a finished request's ticket is given in place of a `jkv.Result`: a function of the engine's ticket, which
         takes the request's samples (`Engine.take`). The owner thread calls it.
+      compiles_apart: whether a request whose programs are not compiled yet waits until another thread has compiled them, while
+        others go on. What it is that others wait for still: `jkv.engine.foreseen`.
 
     Attributes:
       engine: the `jkv.Engine`. Its attributes may be read; calls of other threads than the owner's are refused.
     """
 
-    def __init__(self, engine: Engine, collect: Callable[[int], Any] | None = None) -> None:
+    def __init__(self, engine: Engine, collect: Callable[[int], Any] | None = None, *, compiles_apart: bool = False) -> None:
         self.engine = engine
-        self._owner, started = Owner(engine, collect), Reply[None]()
+        self._owner, started = Owner(engine, collect, typed("compiles_apart", compiles_apart, bool)), Reply[None]()
         self._encoding = threading.Lock()
         thread = threading.Thread(target=self._owner.run, args=(started,), name="the owner of the engine", daemon=True)
         thread.start()
@@ -234,7 +238,7 @@ class Service:
           RuntimeError: the service is closed.
         """
         requests = [self.engine.check(request) for request in requests]
-        ticket = Ticket(self, streams, any(request.keep for request in requests))
+        ticket = Ticket(self, streams, any(request.keep for request in requests), requests)
         return self._start(ticket, functools.partial(self.engine.submit_requests, requests))
 
     def resume_row(self, content: bytes, policy: Policy) -> Ticket:
@@ -275,7 +279,7 @@ class Service:
         def submit(on_tokens: Callable[[Event], None] | None) -> int:  # which holds the last ticket, and so its row, until then
             return self.engine.submit_turn(ticket.number, sample, row, request, on_tokens)
 
-        return self._start(Ticket(self, streams, request.keep), submit)
+        return self._start(Ticket(self, streams, request.keep, [request]), submit)
 
     def _start(self, ticket: Ticket, submit: Submit) -> Ticket:
         """Queues a request; the owner thread submits it."""
@@ -380,10 +384,12 @@ class Owner:
       paused: the mode of a pause, or empty.
     """
 
-    def __init__(self, engine: Engine, collect: Callable[[int], Any] | None = None) -> None:
+    def __init__(self, engine: Engine, collect: Callable[[int], Any] | None = None, compiles_apart: bool = False) -> None:
+        self.compiles_apart = compiles_apart
         self.engine, self.paused, self.collect = engine, "", collect or engine.result
         self.tickets: dict[int, Ticket] = {}  # unfinished, by the engine's number
         self.later: OrderedDict[Ticket, Submit] = OrderedDict()  # submitted during a pause
+        self.compiling: dict[Ticket, Submit] = {}  # whose programs are being compiled
         self.quiet: list[Reply[None]] = []  # replies to be given when the engine is idle
         self.closing: list[Reply[None]] = []  # replies to be given when the thread has let go of the engine
         self.queue: queue.SimpleQueue[tuple[Reply[Any], Callable[[], None]]] = queue.SimpleQueue()
@@ -419,13 +425,16 @@ class Owner:
         """The thread's whole life."""
         try:
             with self.engine.guard.owned("serve"):
+                if self.compiles_apart:
+                    self.engine.runner.foreseen.begin(self.notify)
                 started.set_result(None)
-                while not (self.is_ending and self.engine.is_idle):
+                while not (self.is_ending and self.engine.is_idle and not self.compiling):
                     self.obey()
                     if self.has_step:
                         self.step()
                     elif self.is_quiet:
                         self.settle(None)
+                self.engine.runner.foreseen.end()
             self.end("The service is closed. Make another jkv.Service.", is_failure=False)
         except BaseException as error:
             if started.done():
@@ -445,7 +454,7 @@ class Owner:
     @property
     def is_quiet(self) -> bool:
         """Whether no request is unfinished. A sleeping engine, which runs no step, may have cancelled ones to clear away."""
-        return self.engine.is_idle or (self.engine.is_asleep and not self.tickets)
+        return not self.compiling and (self.engine.is_idle or (self.engine.is_asleep and not self.tickets))
 
     def obey(self) -> None:
         """Runs all commands in the queue; waits for one if there is nothing else to do."""
@@ -499,6 +508,29 @@ class Owner:
             self.start(ticket, submit)
 
     def start(self, ticket: Ticket, submit: Submit) -> None:
+        """Submits a request to the engine, or keeps it until its programs are compiled."""
+        try:
+            is_foreseen = all(self.engine.is_foreseen(request) for request in ticket.requests[:1])
+        except BaseException as error:
+            give(ticket.set_exception, error)
+            return
+        if is_foreseen:
+            self.begin(ticket, submit)
+        else:
+            self.compiling[ticket] = submit
+
+    def notify(self) -> None:
+        """Tells the owner thread that a program is compiled. The thread that compiles calls it."""
+        self.queue.put((Reply[None](), self.start_compiled))
+
+    def start_compiled(self) -> None:
+        """Submits requests whose programs are all compiled by now; another request may have changed which they need."""
+        self.engine.runner.foreseen.collect()
+        compiling, self.compiling = self.compiling, {}
+        for ticket, submit in compiling.items():
+            self.start(ticket, submit)
+
+    def begin(self, ticket: Ticket, submit: Submit) -> None:
         """Submits a request to the engine."""
         try:
             ticket.number = submit(ticket.receive if ticket.streams else None)
@@ -523,9 +555,10 @@ class Owner:
         self.queue.put((reply, functools.partial(answer, reply, functools.partial(self.engine.release, number))))
 
     def cancel(self, ticket: Ticket) -> None:
-        """Ends a request; one that waits for the end of a pause is submitted and cancelled at once, so that it has a result."""
-        if ticket in self.later:
-            self.start(ticket, self.later.pop(ticket))
+        """Ends a request; one that is not submitted yet is submitted and cancelled at once, so that it has a result."""
+        for waiting in (self.later, self.compiling):
+            if ticket in waiting:
+                self.begin(ticket, waiting.pop(ticket))
         if ticket.number in self.tickets:
             self.abort(ticket.number)
 
@@ -536,8 +569,7 @@ class Owner:
         if not self.is_ending:
             self.paused = mode
             if mode == "abort":
-                for number in list(self.tickets):
-                    self.abort(number)
+                self.abort_all()
         self.quiet.append(reply)
         if self.paused == "keep":
             self.engine.stats.idle.end(is_unfinished=False)  # what follows is no time in which a device waits for its host
@@ -560,8 +592,12 @@ class Owner:
         self.is_ending, self.paused = True, "wait"
         self.engine.wake()
         if mode == "abort":
-            for number in list(self.tickets):
-                self.abort(number)
+            self.abort_all()
+
+    def abort_all(self) -> None:
+        """Cancels all requests but those that wait for the end of a pause."""
+        for ticket in (*self.tickets.values(), *self.compiling):
+            self.cancel(ticket)
 
     def leave(self, reply: Reply[None]) -> None:
         """Closes for a handle that is given up: cancels unfinished requests, unless a close has promised to finish them."""
@@ -582,9 +618,10 @@ class Owner:
             conclude(reply, error if is_failure else None)
         while not self.queue.empty():
             conclude(self.queue.get()[0], error)
-        for ticket in (*self.tickets.values(), *self.later):
+        for ticket in (*self.tickets.values(), *self.later, *self.compiling):
             conclude(ticket, error)
         self.tickets.clear()
+        self.compiling.clear()
         self.later.clear()
         self.settle(None if self.is_ending else error)
 

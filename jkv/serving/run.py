@@ -98,7 +98,7 @@ def run(
       BaseException: what failed in the warm-up.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # which uvicorn calls once it has ended
-    with Service(engine) as service:
+    with Service(engine, compiles_apart=True) as service:
         app = make_app(service, with_own_names(options, place))
         if trainer is not None:
             add_routes(app, trainer)

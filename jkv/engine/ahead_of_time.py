@@ -1,0 +1,138 @@
+"""Device programs that another thread compiles, so that the thread which runs the engine goes on.
+
+`Apart` stands for an engine's programs. It knows which are compiled, by their static arguments and by the shapes, types and
+shardings of the others, and compiles more in a thread of its own. Whoever foresees a call (`jkv.engine.foreseen`) asks for its
+program and waits. What nobody has asked for compiles at its call, in the caller's thread, as JAX does it.
+"""
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+
+from jkv.checks import described
+from jkv.engine.clocks import COMPILING
+
+LOGGER = logging.getLogger("jkv")
+SAME = ("params", "state")  # arguments whose shapes an engine never changes
+Key = tuple[Any, ...]
+
+
+class Apart:
+    """An engine's programs, of which some are compiled ahead of their first call. One thread calls all of its methods.
+
+    Args:
+      programs: `jkv.engine.programs`, those of a mesh, or a `ProgramsFor`.
+      notify: is called in another thread whenever a program is compiled, or has failed to.
+    """
+
+    def __init__(self, programs: Any, notify: Callable[[], None]) -> None:
+        self.programs, self._notify = programs, notify
+        self._known: dict[Key, Callable[..., Any] | None] = {}  # compiled; None where JAX has it, as it was called first
+        self._coming: dict[Key, Future[Callable[..., Any]]] = {}
+        self._failed: dict[Key, BaseException] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="the compiler")
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return functools.partial(self._call, name)
+
+    def _call(self, name: str, *args: Any, **settings: Any) -> Any:
+        program = getattr(self.programs, name)
+        fixed, given = split(program, args, settings)
+        key = key_of(name, fixed, given)
+        if (compiled := self._known.get(key)) is not None:
+            return compiled(**given)
+        out = program(*args, **settings)
+        self._known[key] = None
+        return out
+
+    def knows(self, name: str, *args: Any, **settings: Any) -> bool:
+        """Whether a call would compile nothing."""
+        return key_of(name, *split(getattr(self.programs, name), args, settings)) in self._known
+
+    def is_ready(self, name: str, *args: Any, **settings: Any) -> bool:
+        """Whether a call would compile nothing. Otherwise its program is being compiled.
+
+        Raises:
+          BaseException: what that has failed with; the next call tries again.
+        """
+        key = self.begin(name, *args, **settings)
+        if (error := self._failed.pop(key, None)) is not None:
+            raise error
+        return key in self._known
+
+    def begin(self, name: str, *args: Any, **settings: Any) -> Key:
+        """Lets a call's program be compiled, unless it is already or has failed; returns its key."""
+        program = getattr(self.programs, name)
+        fixed, given = split(program, args, settings)
+        key = key_of(name, fixed, given)
+        if not (key in self._known or key in self._coming or key in self._failed):
+            shapes = jax.tree.map(shape_of, given)
+            self._coming[key] = self._thread.submit(compile_apart, program, fixed, shapes)
+            self._coming[key].add_done_callback(lambda _: self._notify())
+        return key
+
+    def collect(self) -> None:
+        """Takes the programs that are compiled by now."""
+        for key in [key for key, future in self._coming.items() if future.done()]:
+            future = self._coming.pop(key)
+            if future.cancelled():
+                continue
+            if (error := future.exception()) is None:
+                self._known[key] = future.result()
+            else:
+                LOGGER.warning("A program did not compile: %s", described(error))
+                self._failed[key] = error
+
+    def forget(self) -> None:
+        """Forgets compiled programs, as JAX has done."""
+        self._known.clear()
+        self._failed.clear()
+
+    def close(self) -> None:
+        """Compiles nothing more ahead; what is being compiled is awaited when the interpreter ends."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def split(program: Any, args: tuple[Any, ...], settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The static arguments of a call, and the others, by name."""
+    given = signature_of(program).bind(*args, **settings).arguments
+    static = program.static
+    return {name: given.pop(name) for name in static if name in given}, given
+
+
+@functools.lru_cache(maxsize=256)
+def signature_of(program: Any) -> inspect.Signature:
+    """The signature of a program."""
+    return inspect.signature(program)
+
+
+def key_of(name: str, fixed: Mapping[str, Any], given: Mapping[str, Any]) -> Key:
+    """What a compiled program of an engine depends on."""
+    leaves, structure = jax.tree.flatten({key: value for key, value in given.items() if key not in SAME})
+    return name, *fixed.items(), structure, *map(leaf_key, leaves)
+
+
+def leaf_key(x: Any) -> Any:
+    """The shape, type and sharding of an argument; arrays of the host have no sharding."""
+    if isinstance(x, jax.Array):
+        return x.shape, x.dtype, x.weak_type, x.sharding
+    return (x.shape, x.dtype) if hasattr(x, "dtype") else type(x)
+
+
+def shape_of(x: Any) -> Any:
+    """An argument without its content, which may be gone before its program is compiled."""
+    if isinstance(x, jax.Array):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding, weak_type=x.weak_type)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else x
+
+
+def compile_apart(program: Any, fixed: Mapping[str, Any], shapes: Mapping[str, Any]) -> Callable[..., Any]:
+    """Compiles a program; the seconds are nobody's who measures meanwhile."""
+    with COMPILING.elsewhere():
+        compiled: Callable[..., Any] = program.compile(**fixed, **shapes)
+    return compiled

@@ -1,0 +1,144 @@
+"""Programs that another thread compiles: only the request that needs them waits, and its tokens are those of any engine."""
+
+import threading
+
+import numpy as np
+import pytest
+
+import jkv
+from jkv.engine import ahead_of_time
+from jkv.engine.clocks import COMPILING
+from tests.support.simulator import ROW, make_engine
+
+R_KV = jkv.r_kv(budget=16, interval=8, window=4)
+PROMPT = [5, 1, 9]
+ASKED = {"policy": R_KV, "max_new_tokens": 20, "stop_ids": (), "sampling": jkv.Sampling(seed=5)}
+PENALISED = ASKED | {"sampling": jkv.Sampling(seed=5, presence_penalty=0.5)}
+KINDS = {
+    "plain": ASKED,
+    "penalties": PENALISED,
+    "greedy": ASKED | {"sampling": jkv.Sampling(temperature=0.0)},
+    "biases": ASKED | {"logit_bias": {3: 1.0}, "min_tokens": 4},
+    "logprobs": ASKED | {"model_logprobs": True, "top_logprobs": 3},
+    "forced": ASKED | {"forced_tokens": [3, 4]},
+    "full": ASKED | {"policy": jkv.full()},
+    "pieces": ASKED | {"prompt_piece": 2},
+}
+
+
+class Compiler:
+    """Compiles when it is let, or fails; in another thread than the caller's."""
+
+    def __init__(self, monkeypatch):
+        self.may_go, self.asked, self.names, self.error = threading.Event(), threading.Event(), [], None
+        compile_apart = ahead_of_time.compile_apart
+
+        def run(program, fixed, shapes):
+            self.names.append(program.__name__)
+            self.asked.set()
+            assert self.may_go.wait(300)
+            if self.error is not None:
+                raise self.error
+            return compile_apart(program, fixed, shapes)
+
+        monkeypatch.setattr(ahead_of_time, "compile_apart", run)
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    compiler = Compiler(monkeypatch)
+    yield compiler
+    compiler.may_go.set()
+
+
+@pytest.fixture
+def service(model):
+    engine = make_engine(model, 3, 3 * ROW)
+    with jkv.Service(engine, compiles_apart=True) as service:
+        yield service
+    assert engine.is_idle
+    assert engine.runner.num_held_pages == 0
+    assert not isinstance(engine.runner.programs, ahead_of_time.Apart)
+
+
+def alone(model, prompt, **asked):
+    engine = make_engine(model, 3, 3 * ROW)
+    ticket = engine.submit(prompt, **asked)
+    engine.run()
+    return engine.result(ticket)
+
+
+def test_others_go_on_while_a_request_waits_for_its_programs(model, service, compiler):
+    compiler.may_go.set()
+    service.submit(PROMPT, **ASKED).result()
+    compiler.may_go.clear()
+    compiler.asked.clear()
+    waits = service.submit(PROMPT, streams=True, **PENALISED)
+    assert compiler.asked.wait(60)
+    for _ in range(2):  # whole requests begin and end meanwhile
+        events = list(service.submit(PROMPT, streams=True, **ASKED))
+        assert sum(len(event.tokens) for event in events) == 20
+        assert len(events) > 1
+    assert not waits.done()
+    assert waits.number < 0
+    compiler.may_go.set()
+    np.testing.assert_array_equal(waits.result().tokens, alone(model, PROMPT, **PENALISED).tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_foreseen_is_what_is_called(model, service, kind, monkeypatch):
+    """Nothing of a request's prefill, compaction and first chunks compiles in the owner's thread."""
+    apart = service.call(lambda engine: engine.runner.programs).result()
+    called, call = [], apart._call
+
+    def watched(name, *args, **settings):
+        is_known = apart.knows(name, *args, **settings)
+        called.append((name, is_known))
+        return call(name, *args, **settings)
+
+    monkeypatch.setattr(apart, "_call", watched)
+    found = service.submit([3, 7] * 13 + [1], **KINDS[kind]).result()
+    np.testing.assert_array_equal(found.tokens, alone(model, [3, 7] * 13 + [1], **KINDS[kind]).tokens)
+    foreseen = [one for one in called if one[0] in ("prefill_chunk", "compact", "decode_chunk")]
+    assert {"prefill_chunk", "decode_chunk"} <= {name for name, _ in foreseen}
+    assert all(is_known for _, is_known in foreseen), foreseen
+
+
+def test_a_program_that_does_not_compile_ends_its_request_alone(service, compiler):
+    compiler.may_go.set()
+    service.submit(PROMPT, **ASKED).result()
+    compiler.error = RuntimeError("no room")
+    with pytest.raises(RuntimeError, match="no room"):
+        service.submit(PROMPT, **PENALISED).result()
+    assert service.submit(PROMPT, **ASKED).result().lengths[0] == 20
+    compiler.error = None
+    assert service.submit(PROMPT, **PENALISED).result().lengths[0] == 20
+
+
+def test_two_requests_that_wait_together_run_together(model, service, compiler):
+    both = {"biases": PENALISED, "plain": KINDS["logprobs"]}
+    tickets = [service.submit(PROMPT, **asked) for asked in both.values()]
+    assert compiler.asked.wait(60)
+    compiler.may_go.set()
+    for ticket, asked in zip(tickets, both.values(), strict=True):
+        np.testing.assert_array_equal(ticket.result().tokens, alone(model, PROMPT, **asked).tokens)
+
+
+def test_one_that_waits_may_be_cancelled_or_closed(service, compiler):
+    ticket = service.submit(PROMPT, **ASKED)
+    assert compiler.asked.wait(60)
+    ticket.cancel()
+    assert ticket.result().finish_reason == ["cancelled"]
+    last = service.submit(PROMPT, **ASKED)
+    closed = service.close("wait")
+    compiler.may_go.set()
+    closed.result()
+    assert last.result().lengths[0] == 20
+
+
+def test_seconds_of_another_thread_stop_no_clock(service, compiler):
+    compiler.may_go.set()
+    before, count = COMPILING.seconds, COMPILING.count
+    with COMPILING.elsewhere():
+        COMPILING.listen("/jax/core/compile/backend_compile_duration", 100.0)
+    assert (COMPILING.seconds, COMPILING.count) == (before, count + 1)
