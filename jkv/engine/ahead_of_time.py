@@ -8,7 +8,7 @@ program and waits. What nobody has asked for compiles at its call, in the caller
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -20,6 +20,7 @@ from jkv.engine.clocks import COMPILING
 LOGGER = logging.getLogger("jkv")
 SAME = ("params", "state")  # arguments whose shapes an engine never changes
 Key = tuple[Any, ...]
+Call = tuple[str, tuple[Any, ...], dict[str, Any]]  # of a program: its name, arguments and settings
 
 
 class Apart:
@@ -54,16 +55,19 @@ class Apart:
         """Whether a call would compile nothing."""
         return key_of(name, *split(getattr(self.programs, name), args, settings)) in self._known
 
-    def is_ready(self, name: str, *args: Any, **settings: Any) -> bool:
-        """Whether a call would compile nothing. Otherwise its program is being compiled.
+    def are_ready(self, calls: Iterable[Call]) -> bool:
+        """Whether some calls would compile nothing. Otherwise their programs are being compiled.
 
         Raises:
-          BaseException: what that has failed with; the next call tries again.
+          BaseException: what one of them has failed with, once none is being compiled; the next request tries them again.
         """
-        key = self.begin(name, *args, **settings)
-        if (error := self._failed.pop(key, None)) is not None:
-            raise error
-        return key in self._known
+        keys = [self.begin(name, *args, **settings) for name, args, settings in calls]
+        if any(key in self._coming for key in keys):
+            return False
+        errors = [self._failed.pop(key) for key in keys if key in self._failed]
+        if errors:
+            raise errors[0]
+        return True
 
     def begin(self, name: str, *args: Any, **settings: Any) -> Key:
         """Lets a call's program be compiled, unless it is already or has failed; returns its key."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from jkv.checks import described
 from jkv.engine import chunk_inputs
-from jkv.engine.ahead_of_time import Apart
+from jkv.engine.ahead_of_time import Apart, Call
 from jkv.engine.chunk_inputs import for_chunk
 from jkv.engine.processes import spans
 from jkv.engine.samples import Sample
@@ -22,7 +22,6 @@ from jkv.engine.scheduler import CHUNKS
 from jkv.model.sampling import DRAWS
 
 LOGGER = logging.getLogger("jkv")
-Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
 class Foreseen:
@@ -90,8 +89,7 @@ class Foreseen:
         except Exception as error:  # such as of a caller's function, which the engine blames on the request
             LOGGER.warning("The programs of a request cannot be foreseen, and compile at their call: %s", described(error))
             return True
-        ready = [self._apart.is_ready(name, *args, **settings) for name, args, settings in calls]  # all begin
-        if not all(ready):
+        if not self._apart.are_ready(calls):
             return False
         self.draws, self.names = draws, names
         return True
