@@ -12,7 +12,7 @@ from jkv.engine.clocks import COMPILING
 from jkv.engine.engine import Engine
 from jkv.engine.filling import STEPS
 from jkv.engine.scheduler import CHUNKS
-from jkv.engine.service import Reply, Service
+from jkv.engine.service import Service
 from jkv.eviction import Policy
 from jkv.model.sampling import Sampling
 from jkv.policies.table import streaming_llm
@@ -46,13 +46,8 @@ class WarmUp:
     def __init__(self, service: Service, policy: Policy, level: str) -> None:
         self.error: BaseException | None = None
         self._steps = steps_of(service, policy, level)
-        self.num_done, self.num_steps = 0, len(self._steps) + 2
-        self._reset = functools.partial(service.call, lambda engine: engine.reset_stats())
-
-        def compile_apart(is_on: bool) -> Reply[None]:  # until then nobody waits for the engine's thread
-            return service.call(lambda engine: engine.runner.foreseen.switch(is_on))
-
-        self._compile_apart = compile_apart
+        self.num_done, self.num_steps = 0, len(self._steps) + 1
+        self._service = service
 
     @property
     def is_done(self) -> bool:
@@ -62,13 +57,22 @@ class WarmUp:
     def run(self) -> None:
         """Compiles."""
         began, programs = time.perf_counter(), COMPILING.count
-        self._compile_apart(False).result()
-        for step in (*self._steps, lambda: self._compile_apart(True).result(), lambda: self._reset().result()):
+        self._service.call(lambda engine: engine.runner.foreseen.switch(False)).result()  # nobody waits for the thread yet
+        for step in (*self._steps, self._end):
             LOGGER.info("warming up, %d of %d", self.num_done, self.num_steps)
             step()
             self.num_done += 1
         seconds = time.perf_counter() - began
         LOGGER.info("warm after %.1f seconds, %d programs", seconds, COMPILING.count - programs)
+
+    def _end(self) -> None:
+        """From now on requests wait for their programs alone, and none of these counts in the figures."""
+
+        def end(engine: Engine) -> None:
+            engine.runner.foreseen.switch(True)
+            engine.reset_stats()
+
+        self._service.call(end).result()
 
     def start(self, ended: Callable[[], None]) -> None:
         """Compiles in a thread of its own, and calls `ended` at the end, whatever ends it."""
