@@ -123,14 +123,14 @@ def key_of(name: str, fixed: Mapping[str, Any], given: Mapping[str, Any]) -> Key
 
 def leaf_key(x: Any) -> Any:
     """The shape, type and sharding of an argument; arrays of the host have no sharding."""
-    if isinstance(x, jax.Array):
+    if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         return x.shape, x.dtype, x.weak_type, x.sharding
     return (x.shape, x.dtype) if hasattr(x, "dtype") else type(x)
 
 
 def shape_of(x: Any) -> Any:
     """An argument without its content, which may be gone before its program is compiled."""
-    if isinstance(x, jax.Array):
+    if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding, weak_type=x.weak_type)
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else x
 

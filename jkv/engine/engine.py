@@ -759,15 +759,15 @@ class Engine:
         turns.check_keep(request)
         return request
 
-    def is_foreseen(self, request: Request) -> bool:
-        """Whether a checked request's programs are compiled; if not, they are being compiled (`jkv.engine.foreseen`).
+    def is_foreseen(self, requests: Sequence[Request]) -> bool:
+        """Whether the programs of checked samples of one prompt are compiled; if not, they are being (`jkv.engine.foreseen`).
 
         Raises:
           BaseException: what one of them has failed with.
         """
-        sample = self._sample(-1, 0, request, None)
-        sample.pending = len(request.prompt) - (request.num_kept or request.first_prompt)
-        return self.runner.foreseen.is_ready(sample)
+        sample = self._sample(-1, 0, requests[0], None)
+        sample.pending = len(sample.request.prompt) - (sample.request.num_kept or sample.request.first_prompt)
+        return self.runner.foreseen.is_ready(sample, is_forked=len(requests) > 1)
 
     def _sample(self, ticket: int, index: int, request: Request, on_tokens: Callable[[Event], None] | None) -> Sample:
         pages = most_pages(self.model.params, request, self.capacity.page_size, self.capacity.num_shards)

@@ -1,22 +1,25 @@
 """Which programs a request will need, so that another thread compiles them while the request waits and others go on.
 
 Foreseen are the pieces of its prompt, the compaction of its policy, and chunks of decode steps with its kinds of draws and
-parts beside those of the rows that run. Chunks of other sizes are replaced by shorter ones until they are compiled. The rest
-compiles at its first call, and all rows wait: small programs that move rows and pages, sharing, and compactions that compare
-sentences.
+parts beside those of the rows that run; on one device also the programs that fork a prompt's row to its samples, or keep a row
+for the next turn. Chunks of other sizes are replaced by shorter ones until they are compiled. The rest compiles at its first
+call, and all rows wait: small programs that swap rows and hold pieces of prompts, sharing, and compactions that compare sentences.
 """
 
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import numpy as np
 
 from jkv.checks import described
 from jkv.engine import chunk_inputs
-from jkv.engine.ahead_of_time import Apart, Call
+from jkv.engine.ahead_of_time import Apart, Call, shape_of
 from jkv.engine.chunk_inputs import for_chunk
 from jkv.engine.processes import spans
+from jkv.engine.requests import Request
 from jkv.engine.samples import Sample
 from jkv.engine.scheduler import CHUNKS
 from jkv.model.sampling import DRAWS
@@ -76,8 +79,8 @@ class Foreseen:
         if self._apart is not None:
             self._apart.collect()
 
-    def is_ready(self, sample: Sample) -> bool:
-        """Whether a fresh sample can be queued; otherwise its programs are being compiled.
+    def is_ready(self, sample: Sample, is_forked: bool) -> bool:
+        """Whether a fresh sample can be queued, and others of its prompt with it; otherwise its programs are being compiled.
 
         Raises:
           BaseException: what one of them has failed with; the next request tries again.
@@ -85,7 +88,7 @@ class Foreseen:
         if self._apart is None or not self.is_on or self._runner.state is None:
             return True
         try:
-            calls, (draws, names) = list(self._calls(sample)), self._kinds(sample)
+            calls, (draws, names) = list(self._calls(sample, is_forked)), self._kinds(sample)
         except Exception as error:  # such as of a caller's function, which the engine blames on the request
             LOGGER.warning("The programs of a request cannot be foreseen, and compile at their call: %s", described(error))
             return True
@@ -122,7 +125,7 @@ class Foreseen:
         found: tuple[str, set[str]] = self._runner.kinds_for(self._with_running(sample))
         return found
 
-    def _calls(self, sample: Sample) -> Iterator[Call]:
+    def _calls(self, sample: Sample, is_forked: bool) -> Iterator[Call]:
         """The calls of a sample's programs, whatever their arguments hold."""
         runner, request = self._runner, sample.request
         parts = runner.parts_of_prompts(0, sample)
@@ -136,6 +139,7 @@ class Foreseen:
                 budget = np.zeros((runner.capacity.num_layers, 1, runner.capacity.num_kv_heads), np.int32)
                 settings = runner.compaction_of(request) | {"sentences": None, "is_alive": runner.all_alive}
                 yield "compact", (runner.state, np.zeros(1, np.int32), budget), settings
+        yield from self._moves(request, is_forked)
         rows, (draws, names) = self._with_running(sample), self._kinds(sample)
         settings, carried = runner.settings_for(rows, names)
         inputs = for_chunk(settings, rows)._replace(is_alive=runner.all_alive)
@@ -143,6 +147,31 @@ class Foreseen:
         for size in dict.fromkeys((1 if request.form_on_host else runner.capacity.chunk, 1)):
             given = runner.params, runner.state, inputs, carried, size, draws, is_traced, runner.drafter
             yield "decode_chunk", given, {}
+
+    def _moves(self, request: Request, is_forked: bool) -> Iterator[Call]:
+        """The calls that move a request's rows: a prompt's to its samples, and kept ones from and to the batch."""
+        runner = self._runner
+        state, row = runner.state, np.int32(0)
+        if runner.mesh is not None or not (is_forked or request.keep):
+            return
+        yield "detach", (state, row), {}
+        if is_forked:
+            yield "fork", (state, self._snapshot, runner.pad_rows([0]), request.policy.evicts_in_steps), {}
+        if request.keep:
+            beside = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._snapshot.beside)  # `row_moves.settle` copies it
+            table = self._snapshot.block_table
+            is_own = np.zeros(table.page_table.shape, bool)
+            yield "attach", (state, self._snapshot._replace(beside=beside), row, is_own), {}
+            yield "free", (state, table), {}
+
+    @functools.cached_property
+    def _snapshot(self) -> Any:
+        """A detached row's shapes, on the one device."""
+        assert self._apart is not None
+        state = self._runner.state
+        (sharding,) = {x.sharding for x in jax.tree.leaves(state)}
+        _, shapes = jax.eval_shape(self._apart.programs.detach, jax.tree.map(shape_of, state), np.int32(0))
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type), shapes)
 
     def _pieces(self, sample: Sample) -> Iterator[tuple[int, int | None]]:
         """The sizes of the programs that prefill a sample's prompt, and the pages that they read."""

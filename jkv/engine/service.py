@@ -510,7 +510,7 @@ class Owner:
     def start(self, ticket: Ticket, submit: Submit) -> None:
         """Submits a request to the engine, or keeps it until its programs are compiled."""
         try:
-            is_foreseen = all(self.engine.is_foreseen(request) for request in ticket.requests[:1])
+            is_foreseen = not ticket.requests or self.engine.is_foreseen(ticket.requests)
         except BaseException as error:
             give(ticket.set_exception, error)
             return

@@ -23,6 +23,9 @@ KINDS = {
     "forced": ASKED | {"forced_tokens": [3, 4]},
     "full": ASKED | {"policy": jkv.full()},
     "pieces": ASKED | {"prompt_piece": 2},
+    "samples": ASKED | {"n": 3},
+    "samples, in steps": ASKED | {"n": 3, "policy": jkv.streaming_llm(budget=16)},
+    "kept": ASKED | {"keep": True},
 }
 
 
@@ -86,7 +89,7 @@ def test_others_go_on_while_a_request_waits_for_its_programs(model, service, com
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_foreseen_is_what_is_called(model, service, kind, monkeypatch):
+def test_what_is_foreseen_is_what_is_called(model, service, kind, monkeypatch, caplog):
     """Nothing of a request's prefill, compaction and first chunks compiles in the owner's thread."""
     apart = service.call(lambda engine: engine.runner.programs).result()
     called, call = [], apart._call
@@ -99,9 +102,12 @@ def test_what_is_foreseen_is_what_is_called(model, service, kind, monkeypatch):
     monkeypatch.setattr(apart, "_call", watched)
     found = service.submit([3, 7] * 13 + [1], **KINDS[kind]).result()
     np.testing.assert_array_equal(found.tokens, alone(model, [3, 7] * 13 + [1], **KINDS[kind]).tokens)
-    foreseen = [one for one in called if one[0] in ("prefill_chunk", "compact", "decode_chunk")]
+    moves = {"samples": ("detach", "fork"), "kept": ("detach",)}.get(kind.split(",")[0], ())
+    foreseen = [one for one in called if one[0] in ("prefill_chunk", "compact", "decode_chunk", *moves)]
+    assert set(moves) <= {name for name, _ in foreseen}
     assert {"prefill_chunk", "decode_chunk"} <= {name for name, _ in foreseen}
     assert all(is_known for _, is_known in foreseen), foreseen
+    assert not caplog.records
 
 
 def test_a_program_that_does_not_compile_ends_its_request_alone(service, compiler):
