@@ -8,6 +8,7 @@ program and waits. What nobody has asked for compiles at its call, in the caller
 import functools
 import inspect
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -18,7 +19,7 @@ from jkv.checks import described
 from jkv.engine.clocks import COMPILING
 
 LOGGER = logging.getLogger("jkv")
-SAME = ("params", "state")  # arguments whose shapes an engine never changes
+SAME = "state"  # whose shapes an engine never changes
 Key = tuple[Any, ...]
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]  # of a program: its name, arguments and settings
 
@@ -37,6 +38,8 @@ class Apart:
         self._coming: dict[Key, Future[Callable[..., Any]]] = {}
         self._failed: dict[Key, BaseException] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="the compiler")
+        self._params: Callable[[], Any] = lambda: None  # those of the last call, as long as the engine has them
+        self._form, self._forms = 0, dict[Key, int]()  # of their shapes: a number, which is their part of keys
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return functools.partial(self._call, name)
@@ -44,7 +47,7 @@ class Apart:
     def _call(self, name: str, *args: Any, **settings: Any) -> Any:
         program = getattr(self.programs, name)
         fixed, given = split(program, args, settings)
-        key = key_of(name, fixed, given)
+        key = self._key(name, fixed, given)
         if (compiled := self._known.get(key)) is not None:
             return compiled(**given)
         out = program(*args, **settings)
@@ -53,7 +56,7 @@ class Apart:
 
     def knows(self, name: str, *args: Any, **settings: Any) -> bool:
         """Whether a call would compile nothing."""
-        return key_of(name, *split(getattr(self.programs, name), args, settings)) in self._known
+        return self._key(name, *split(getattr(self.programs, name), args, settings)) in self._known
 
     def are_ready(self, calls: Iterable[Call]) -> bool:
         """Whether some calls would compile nothing. Otherwise their programs are being compiled.
@@ -73,7 +76,7 @@ class Apart:
         """Lets a call's program be compiled, unless it is already or has failed; returns its key."""
         program = getattr(self.programs, name)
         fixed, given = split(program, args, settings)
-        key = key_of(name, fixed, given)
+        key = self._key(name, fixed, given)
         if not (key in self._known or key in self._coming or key in self._failed):
             shapes = jax.tree.map(shape_of, given)
             self._coming[key] = self._thread.submit(compile_apart, program, fixed, shapes)
@@ -97,6 +100,15 @@ class Apart:
         self._known.clear()
         self._failed.clear()
 
+    def _key(self, name: str, fixed: Mapping[str, Any], given: Mapping[str, Any]) -> Key:
+        """What a compiled program depends on. The many leaves of weights are looked at once for each new object."""
+        params = given.get("params")
+        if params is not None and params is not self._params():
+            self._params = weakref.ref(params)
+            self._form = self._forms.setdefault(key_of(params), len(self._forms))
+        others = {key: value for key, value in given.items() if key not in ("params", SAME)}
+        return name, params is None or self._form, *fixed.items(), *key_of(others)
+
     def close(self) -> None:
         """Compiles nothing more ahead; what is being compiled is awaited when the interpreter ends."""
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -115,10 +127,10 @@ def signature_of(program: Any) -> inspect.Signature:
     return inspect.signature(program)
 
 
-def key_of(name: str, fixed: Mapping[str, Any], given: Mapping[str, Any]) -> Key:
-    """What a compiled program of an engine depends on."""
-    leaves, structure = jax.tree.flatten({key: value for key, value in given.items() if key not in SAME})
-    return name, *fixed.items(), structure, *map(leaf_key, leaves)
+def key_of(tree: Any) -> Key:
+    """The structure, shapes, types and shardings of arguments."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, *map(leaf_key, leaves)
 
 
 def leaf_key(x: Any) -> Any:

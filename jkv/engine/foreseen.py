@@ -3,7 +3,7 @@
 Foreseen are the pieces of its prompt, the compaction of its policy, and chunks of decode steps with its kinds of draws and
 parts beside those of the rows that run; on one device also the programs that fork a prompt's row to its samples, or keep a row
 for the next turn. Chunks of other sizes are replaced by shorter ones until they are compiled. The rest compiles at its first
-call, and all rows wait: small programs that swap rows or hold pieces of prompts, sharing, and compactions that compare sentences.
+call, and all rows wait: small programs that swap rows or hold pieces of prompts, sharing, compactions that compare sentences.
 """
 
 import functools

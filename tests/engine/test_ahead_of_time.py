@@ -1,7 +1,10 @@
 """Programs that another thread compiles: only the request that needs them waits, and its tokens are those of any engine."""
 
+import inspect
 import threading
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -148,3 +151,28 @@ def test_seconds_of_another_thread_stop_no_clock(service, compiler):
     with COMPILING.elsewhere():
         COMPILING.listen("/jax/core/compile/backend_compile_duration", 100.0)
     assert (COMPILING.seconds, COMPILING.count) == (before, count + 1)
+
+
+def test_weights_of_another_form_are_another_program(model):
+    apart = ahead_of_time.Apart(Programs(), lambda: None)
+    in_bytes = jkv.quantise_weights(model.params, "int8")
+    assert apart.run(model.params, np.zeros(2)) is apart.run(model.params, np.ones(2))
+    assert apart.knows("run", jax.tree.map(jnp.copy, model.params), np.zeros(2))
+    for others in ((in_bytes, np.zeros(2)), (model.params, np.zeros(3)), (model.params, np.zeros(2, np.int8))):
+        assert not apart.knows("run", *others)
+    assert apart.knows("run", model.params, np.zeros(2))
+    apart.close()
+
+
+class Programs:
+    """One program, which returns the last weights."""
+
+    class Run:
+        static = ()
+
+        def __call__(self, params, x):
+            return self
+
+        __signature__ = inspect.signature(lambda params, x: None)
+
+    run = Run()
