@@ -35,13 +35,13 @@ from jkv.checkpoints.json_files import (
     shown,
 )
 from jkv.errors import refused
-from jkv.model.adapter_stacks import adapters_of, check_fits, empty_stacks, has_adapter, is_adapted
+from jkv.model.adapter_stacks import adapters_of, check_fits, empty_stacks, has_adapter, is_adapted, is_low_rank
 from jkv.model.joined import is_joined, separate_weights
 from jkv.model.params import LowRank, Model, ModelConfig, Params
 from jkv.model.weight_shapes import leaf_name, weight_shapes
 from jkv.model.weights import all_finite
 
-Adapter: TypeAlias = Folder | Params  # a folder of peft, or weights with adapters
+Adapter: TypeAlias = Folder | Params | Mapping[str, LowRank]  # a folder of peft, weights with adapters, or what was read
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, DOWN, UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"  # of the names of tensors
 MAX_RANK = 1 << 12
@@ -98,6 +98,8 @@ def load_adapter(model: Model, adapter: Adapter) -> Model:
 def read_adapter(given: Any, params: Params) -> tuple[dict[str, LowRank], str]:
     """The adapter of each matrix, of a folder of peft or of weights that have adapters, and where it was found, for errors.
 
+    What was read once (`read_folder`, `adapters_of`) is taken as it is.
+
     Raises:
       ValueError: something else, or a bad file.
     """
@@ -105,6 +107,8 @@ def read_adapter(given: Any, params: Params) -> tuple[dict[str, LowRank], str]:
         return read_folder(Path(given), params), str(given)
     if isinstance(given, Params):
         return adapters_of(given), "The weights"
+    if isinstance(given, Mapping) and all(map(is_low_rank, given.values())):
+        return dict(given), "The adapter"
     rule = f"An adapter must be a folder of peft, or jkv.Params with adapters; got {shown(given)}. Load it first."
     raise refused(rule, adapter="wrong_type")
 

@@ -38,6 +38,7 @@ OPEN_CONTEXT = 32_768  # slots
 KEY, TRAINER_KEY = "JKV_API_KEY", "JKV_TRAINER_KEY"  # the environment variables
 LOCAL = ("127.0.0.1", "::1", "localhost")
 MOST_STOP_IDS = 32  # of a request
+RANK = 16  # of adapters that are loaded later
 SERVER = (
     "name",
     "policy",
@@ -71,6 +72,8 @@ OPTIONS = (
         str,
         {"action": "append", "metavar": "NAME=FOLDER"},
     ),
+    Option("max_adapters", int, None, "adapters at a time, which a trainer may load; default: those of --adapter"),
+    Option("adapter_rank", int, None, f"the highest rank of an adapter; default: that of --adapter, or {RANK}"),
     Option("allow_policies", list, [], "only these may be named; default: all", words, {"metavar": "NAMES"}),
     Option("host", str, "127.0.0.1", "where to listen; default: 127.0.0.1, this machine alone"),
     Option("port", int, 8000, "0 takes a free one"),
@@ -117,7 +120,7 @@ OPTIONS = (
         False,
         "keep no prompt after its request; by default prompts stay in pages that nothing else needs",
     ),
-    Option("trainer", bool, False, "answer a trainer too: /generate, /pause, /resume, /update_weights"),
+    Option("trainer", bool, False, "answer a trainer too: /generate, /update_weights, /load_lora_adapter, /sleep and others"),
     Option(
         "trainer_key",
         str,
@@ -125,7 +128,14 @@ OPTIONS = (
         f"of these endpoints, which other keys do not open; default: the variable {TRAINER_KEY}",
         more={"metavar": "KEY"},
     ),
-    Option("weights_root", str, None, "the folder of the checkpoints that /update_weights may read", Path, {"metavar": "DIR"}),
+    Option(
+        "weights_root",
+        str,
+        None,
+        "the folder of the checkpoints and adapters that a trainer may load",
+        Path,
+        {"metavar": "DIR"},
+    ),
     Option(
         "warm_up",
         str,
@@ -197,6 +207,7 @@ def run(options: argparse.Namespace) -> int:
     if (own := server_options.name or model.name) in adapters:
         rule = f"--adapter must have another name than the model; got {own} for both. Rename either."
         raise refused(rule, adapter="conflict")
+    highest = max((highest_rank(folder, model.params) for folder in adapters.values()), default=RANK)
     positions, is_sealed = model.config.max_positions, options.kv_dtype in SEALED
     engine = Engine(
         model,
@@ -213,9 +224,10 @@ def run(options: argparse.Namespace) -> int:
         kernels=options.kernels,
         speculate=drafter_named(options.speculate, options.drafts),
         prefix_cache=not (options.no_prefix_cache or model.config.unpaged_layers or is_sealed),
-        max_adapters=len(adapters),
-        adapter_rank=max((highest_rank(folder, model.params) for folder in adapters.values()), default=1),
+        max_adapters=len(adapters) if options.max_adapters is None else options.max_adapters,
+        adapter_rank=highest if options.adapter_rank is None else options.adapter_rank,
     )
+    del model  # whose weights a trainer may let go
     for name, folder in adapters.items():
         engine.add_adapter(name, folder)
     if options.host not in LOCAL and not server_options.keys:
@@ -223,8 +235,7 @@ def run(options: argparse.Namespace) -> int:
     if "*" in options.origins and not server_options.keys:
         print("jkv: warning: any page in a browser of this machine may use the model. Give --api-key.", file=sys.stderr)
     show_log(logging.getLogger("jkv.serving"))
-    name, address = server_options.name or model.name, address_of(place)
-    print(f"jkv: serving {name}, policy {policy}, at {address}", file=sys.stderr, flush=True)
+    print(f"jkv: serving {own}, policy {policy}, at {address_of(place)}", file=sys.stderr, flush=True)
     run_server(engine, server_options, place, options.drain, options.warm_up, trainer)
     return 0
 

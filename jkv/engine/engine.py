@@ -192,6 +192,11 @@ class Engine:
         return self.runner.state is None
 
     @property
+    def has_weights(self) -> bool:
+        """Whether its weights are on the device: neither forgotten by `sleep`, nor donated or deleted."""
+        return self.runner.has_weights
+
+    @property
     def is_idle(self) -> bool:
         """Whether no request is unfinished and no event pending."""
         return not (self.scheduler.running or self.scheduler.waiting or self.scheduler.held or self.outputs.events)
@@ -623,6 +628,16 @@ class Engine:
         with self.guard.changing_device(method):
             self._adapter_store().put(name, found)
             self._use_version(self.version + 1, name)
+
+    def clear_prefix_cache(self) -> None:
+        """Lets no later prompt start from what the prefix cache holds now; its pages are free once no row reads them.
+
+        Nothing else changes: unfinished requests and kept rows go on, and equal prompts of unfinished requests are still
+        prefilled once for all of them.
+        """
+        with self.guard.changing_device("clear_prefix_cache"):
+            self.scheduler.clear_prefix_cache()
+            self.runner.free([])
 
     def sleep(self, forget_weights: bool = False) -> None:
         """Frees the pool and the rest of the device state; running and kept rows are swapped out to host memory.

@@ -5,8 +5,8 @@ tokens, and only whole pieces are kept. A piece is as long as the largest prefil
 fills pages. So prefill from the end of a piece on runs the same programs on the same inputs as prefill of the whole prompt, and
 gives the same bits.
 
-The key of a piece is a hash of its tokens and of the key before it. The first one continues the salt, the adapter and
-the weights' version.
+The key of a piece is a hash of its tokens and of the key before it. The first one continues the salt, the adapter,
+the weights' version, and how often the cache was cleared.
 """
 
 import hashlib
@@ -32,10 +32,11 @@ class PrefixCache:
 
     Attributes:
       spare: pages that no reservation needs, by which the cache may grow in this step; the scheduler sets it.
+      num_clears: how often it was cleared.
     """
 
     def __init__(self, piece: int = 0, pages_of_piece: int = 0, rest: int = 1) -> None:
-        self.piece, self.pages_of_piece, self.rest, self.spare = piece, pages_of_piece, rest, 0
+        self.piece, self.pages_of_piece, self.rest, self.spare, self.num_clears = piece, pages_of_piece, rest, 0, 0
         self._pages: OrderedDict[bytes, Any] = OrderedDict()
         self._evicted: list[Any] = []
 
@@ -46,7 +47,7 @@ class PrefixCache:
 
     def keys_of(self, prompt: np.ndarray, salt: str, version: int, adapter: str = "") -> tuple[bytes, ...]:
         """The keys of a prompt's whole pieces, computed with the weights of a version, for requests of one salt and adapter."""
-        key, keys = hashlib.blake2b(repr((version, salt, adapter)).encode()).digest(), []
+        key, keys = hashlib.blake2b(repr((version, salt, adapter, self.num_clears)).encode()).digest(), []
         for end in range(self.piece, len(prompt) + 1, self.piece) if self.piece else ():
             tokens = np.ascontiguousarray(prompt[end - self.piece : end], np.int32)
             key = hashlib.blake2b(key + tokens.tobytes()).digest()
@@ -90,6 +91,11 @@ class PrefixCache:
         """Evicts all pieces that are not in use."""
         while self.evict(in_use):
             pass
+
+    def clear(self, in_use: Collection[bytes]) -> None:
+        """Evicts all pieces that are not in use; the others match no prompt from now on."""
+        self.num_clears += 1
+        self.evict_all(in_use)
 
     def take_evicted(self) -> list[Any]:
         """The pages of pieces evicted since the last call, whose references are to be dropped."""

@@ -292,11 +292,16 @@ class Runner:
         self.sleep()
         self.wake()
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether the weights are on the device."""
+        embedding: Any = next(iter(jax.tree.leaves(self.params.embedding)), None)
+        return isinstance(embedding, jax.Array) and not embedding.is_deleted()
+
     def check_ready(self) -> None:
         if self.state is None:
             raise ValueError("A sleeping engine has no pool, and this one has unfinished requests. Call wake() first.")
-        embedding: Any = next(iter(jax.tree.leaves(self.params.embedding)), None)
-        if not isinstance(embedding, jax.Array) or embedding.is_deleted():
+        if not self.has_weights:
             raise ValueError(
                 "The engine needs weights on the device; its own were forgotten, donated or deleted. Call update(params) first."
             )

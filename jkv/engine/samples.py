@@ -174,7 +174,9 @@ class Sample:
     pending: int = 0  # last tokens of its prompt that are not prefilled yet, after its first piece or of a later turn
     reads_prefix: bool = False  # whether its row reads the prefix's pages
     pieces: tuple[bytes, ...] = ()  # keys of its prompt in the prefix cache; empty if its policy cannot use the cache
-    pieces_version: int | None = None  # of the weights that `pieces` are of; None until admission is tried
+    pieces_version: tuple[int, int] | None = (
+        None  # of the weights, and clears of the cache, that `pieces` are of; None at first
+    )
     num_shared_pieces: int = 0  # leading ones whose pages its row shares with the cache, and never rewrites
     generated: int = 0
     thinking: Thinking = dataclasses.field(default_factory=Thinking)  # progress that sets the strength of steering

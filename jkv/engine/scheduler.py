@@ -247,6 +247,10 @@ class Scheduler:
                 heapq.heappush(self.waiting, (sample.priority, sample))
         return lost
 
+    def clear_prefix_cache(self) -> None:
+        """Lets no prompt start from pieces of the prefix cache; those that running rows count as their own leave it later."""
+        self.prefix_cache.clear(pieces_in_use(self.running))
+
     def renew(self, version: int, adapter: str | None = None) -> list[Prefix]:
         """Detaches samples that have not started from what older weights prefilled; returns the prefixes to free.
 
@@ -425,9 +429,9 @@ class Scheduler:
         """The keys of a sample's prompt in the prefix cache, under the weights in use."""
         request = sample.request
         version = self.versions[request.adapter]
-        if sample.prefix.reuses and sample.pieces_version != version:
+        if sample.prefix.reuses and sample.pieces_version != (version, self.prefix_cache.num_clears):
             sample.pieces = self.prefix_cache.keys_of(request.prompt, request.cache_salt, version, request.adapter)
-            sample.pieces_version = version
+            sample.pieces_version = version, self.prefix_cache.num_clears
 
     def _detach_prefix(self, sample: Sample) -> None:
         """Detaches a sample from its prefix, which is freed if no other sample needs it."""

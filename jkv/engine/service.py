@@ -174,9 +174,9 @@ class Ticket(Reply[Result]):
 class Service:
     """A handle to an engine that a thread of its own owns; any number of threads and asyncio tasks may use it.
 
-    `update`, `pause`, `resume`, `call` and `close` return a `Reply`, for threads (`service.update(params).result()`) and tasks
-    (`await service.update(params)`); methods that submit return a `Ticket`. It is a context manager, also with `async with`: at
-    its end unfinished requests are cancelled, unless `close("wait")` was called.
+    `update`, `clear_prefix_cache`, `pause`, `resume`, `call` and `close` return a `Reply`, for threads
+    (`service.update(params).result()`) and tasks (`await service.update(params)`); methods that submit return a `Ticket`. It is
+    a context manager, also with `async with`: at its end unfinished requests are cancelled, unless `close("wait")` was called.
 
     Args:
       engine: the `jkv.Engine`.
@@ -311,6 +311,10 @@ class Service:
         For weights that change between requests only, pause with "wait" or "abort" before, and resume afterwards.
         """
         return self.call(lambda engine: engine.update(params))
+
+    def clear_prefix_cache(self) -> Reply[None]:
+        """Lets no later prompt start from what the prefix cache holds now: see `Engine.clear_prefix_cache`."""
+        return self.call(Engine.clear_prefix_cache)
 
     def pause(self, mode: str = "keep") -> Reply[None]:
         """Runs nothing from the reply on, until `resume`. Requests that are submitted meanwhile wait.

@@ -519,6 +519,10 @@ class Replicas:
         """Refuses an adapter, which replicas have no places for."""
         raise InputError(NO_ADAPTERS, field="adapter", code="unsupported", got=shown(name))
 
+    def clear_prefix_cache(self) -> None:
+        """Empties the prefix cache of each replica: see `jkv.Engine.clear_prefix_cache`."""
+        self._ask(Service.clear_prefix_cache)
+
     def sleep(self, forget_weights: bool = False) -> None:
         """Frees the pools of all replicas; running rows are swapped out to host memory. See `jkv.Engine.sleep`."""
         if forget_weights:

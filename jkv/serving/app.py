@@ -24,6 +24,7 @@ from jkv.checks import DISTRIBUTION, MOST_SHOWN, need_tokenizer, shown
 from jkv.engine.results import Result
 from jkv.engine.service import Service, Ticket
 from jkv.errors import InputError
+from jkv.model import weights
 from jkv.model.params import Model
 from jkv.serving import messages_api, responses_api
 from jkv.serving.about import About
@@ -86,7 +87,8 @@ class Server:
         need_tokenizer(model.tokenizer, "A server passes texts")
         self.service, self.options = service, options
         self.name = options.name or model.name
-        self.encoder = Encoder(model, options.parse_special, options.tool_form)
+        shapes = dataclasses.replace(model, params=weights.shapes_of(model.params))  # which keeps no weights alive
+        self.encoder = Encoder(shapes, options.parse_special, options.tool_form)
         self.metrics = Metrics(service.engine, self.name, self.num_unbegun)
         self.most_open = service.engine.capacity.max_running + options.max_waiting
         self.num_open, self.began = 0, int(time.time())
@@ -188,6 +190,7 @@ class Server:
         headers, head = request.state.headers, writer.head
         if fields.request_id is not None:
             headers["x-request-id"] = id_of(request, fields.request_id)
+        self.check_awake()
         self.check_model(fields.model)
         fields.check_format(self.service.engine.options.kv_dtype)
         self.check_room(fields.n * fields.num_prompts)  # before any prompt is encoded
@@ -341,6 +344,12 @@ class Server:
             or_adapter = f", or an adapter ({', '.join(adapters)})" if adapters else ""
             rule = f"model must be {self.name}, the one that is served{or_adapter}; got {shown(name)}."
             raise RefusalError(404, rule, "model")
+
+    def check_awake(self) -> None:
+        """Refuses to complete anything while the engine sleeps."""
+        if self.service.engine.is_asleep:
+            message = "The server is asleep, because its trainer uses the device. Try again later."
+            raise RefusalError(503, message, headers={"retry-after": str(RETRY_SECONDS)})
 
     def check_room(self, count: int) -> None:
         """Refuses samples that would wait behind too many others."""

@@ -1,29 +1,32 @@
-"""Endpoints for trainers (`jkv serve --trainer`): token ids in and out, pauses, and new weights from the server's disk.
+"""Endpoints for trainers (`jkv serve --trainer`): token ids in and out, pauses and sleep, new weights and adapters from disk.
 
-The names are those of vLLM and SGLang where they have one: `/pause?mode=`, `/is_paused`, `token_ids`, `sampling_params`,
-`model_path`. `jkv.serving.run` adds the routes to an application whose server was started for a trainer.
+The names are those of vLLM and SGLang where they have one: `/pause?mode=`, `/is_paused`, `/sleep?level=`, `/load_lora_adapter`,
+`token_ids`, `sampling_params`, `model_path`. `jkv.serving.run` adds the routes to an application whose server was started for a
+trainer.
 """
 
 import asyncio
 import dataclasses
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from jkv.checkpoints import adapters
 from jkv.checkpoints import loading as checkpoint
 from jkv.checkpoints.weight_reading import kept_as
 from jkv.checkpoints.weight_reading import read_weights as read_checkpoint
-from jkv.checks import shown, typed
+from jkv.checks import check_known, shown, typed
 from jkv.engine.engine import Engine
 from jkv.engine.results import Result
+from jkv.engine.service import MODES
 from jkv.errors import InputError
-from jkv.model.params import Model, Params
+from jkv.model.params import LowRank, Model, Params
 from jkv.model.weights import check_config
 from jkv.serving.app import Endpoint, Server, header_of, id_of
 from jkv.serving.errors import RefusalError
@@ -32,8 +35,15 @@ from jkv.serving.requests import PROCESSED, CompletionFields, ignored_of, read_f
 from jkv.serving.responses import Head, failure_of, reason_of, tokens_of
 
 IDS = ("token_ids", "input_ids", "prompt")  # vLLM's name, SGLang's, and that of `/v1/completions`
-ALIASES = {"max_new_tokens": "max_tokens"}  # SGLang's
+ALIASES = {"max_new_tokens": "max_tokens", "lora_path": "model"}  # SGLang's; its `lora_path` is an adapter's name
 ALWAYS = ("logprobs", "return_logprob")  # every response has them
+LEVELS = ("1", "2")  # of sleep
+OF_BROWSERS = ("origin", "sec-fetch-site")  # headers; a GET, as of an image, has the second alone
+POOL = "kv_cache"
+TAGS = (POOL, "weights")  # what vLLM wakes one by one
+LORA_FIELDS = ("lora_name", "lora_path", "load_inplace")
+LORA_NAMES = {"name": "lora_name", "adapter": "lora_path"}  # of the engine's arguments, for clients
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +51,7 @@ class TrainerOptions:
     """What a trainer may do.
 
     Attributes:
-      weights_root: the folder that holds the checkpoints which `/update_weights` may read; None refuses all.
+      weights_root: the folder that holds the checkpoints and adapters which the trainer may name; None refuses all.
 
     Raises:
       ValueError: no folder.
@@ -95,6 +105,8 @@ class Trainer:
     def __init__(self, server: Server, options: TrainerOptions) -> None:
         self.server, self.service, self.options = server, server.service, options
         self._updates = asyncio.Lock()  # so that at most two copies of the weights are in memory
+        self._sleeping = asyncio.Lock()
+        self._is_waking = False  # as soon as there are weights again
 
     async def generate(self, request: Request) -> Response:
         """`/generate`: the completions of prompts of token ids, with what a trainer learns from."""
@@ -106,6 +118,7 @@ class Trainer:
             headers["x-jkv-ignored"] = header_of(ignored)
         if fields.request_id is not None:
             headers["x-request-id"] = id_of(request, fields.request_id)
+        server.check_awake()
         server.check_model(fields.model)
         fields.check_format(self.service.engine.options.kv_dtype)
         server.check_room(fields.n * fields.num_prompts)
@@ -151,40 +164,124 @@ class Trainer:
         name = typed("model_path", body["model_path"], str)
         async with self._updates:
             params = await asyncio.to_thread(self.read, name)
-            version = await self.service.call(lambda engine: replace_weights(engine, params))
+            version = await self.service.call(lambda engine: replace_weights(engine, params, self._is_waking))
+            self._is_waking = False
         return JSONResponse({"weights_version": version})
 
     def read(self, name: str) -> Params:
-        """The weights of a folder below the root; the reader of checkpoints refuses files that are links out of their folder.
+        """The weights of a folder below the root: see `read_folder`."""
+        return self.read_folder("model_path", name, lambda folder: read_weights(folder, self.server.model))
+
+    def read_folder(self, field: str, name: str, read: Callable[[Path], T]) -> T:
+        """What is read from a folder below the root; readers refuse files that are links out of their folder.
 
         Raises:
           RefusalError: no root, a folder outside of it or without a checkpoint, or one that is still written.
           ValueError: a folder that cannot be read, another model, a damaged file, or weights that are not finite.
         """
         if self.options.weights_root is None:
-            raise RefusalError(403, "/update_weights needs a server with --weights-root; this one has none. Start it with one.")
+            raise RefusalError(403, f"{field} needs a server with --weights-root; this one has none. Start it with one.", field)
         root = self.options.weights_root.resolve()
         try:
             folder = (root / name).resolve()
             if not folder.is_relative_to(root):
-                raise RefusalError(
-                    403, f"model_path must lie in --weights-root; got {shown(name)}. Save it there.", "model_path"
-                )
+                raise RefusalError(403, f"{field} must lie in --weights-root; got {shown(name)}. Save it there.", field)
             if not folder.is_dir():
-                raise RefusalError(404, f"model_path must be a folder of --weights-root; got {shown(name)}.", "model_path")
+                raise RefusalError(404, f"{field} must be a folder of --weights-root; got {shown(name)}.", field)
             before = states_of(folder)
-            params = read_weights(folder, self.server.model)
+            found = read(folder)
             if states_of(folder) != before:
                 raise RefusalError(
                     409,
-                    f"model_path must not change while it is read, or it may have weights of two steps; {shown(name)} did. "
+                    f"{field} must not change while it is read, or it may have weights of two steps; {shown(name)} did. "
                     "Write to another folder, rename it, and send the request then.",
-                    "model_path",
+                    field,
                 )
-            return params
+            return found
         except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
             rule = "{field} must be a folder that can be read; {error}."
-            raise InputError(rule, field="model_path", code="not_found", error=str(error)) from None
+            raise InputError(rule, field=field, code="not_found", error=str(error)) from None
+
+    async def load_adapter(self, request: Request) -> Response:
+        """`/load_lora_adapter`: an adapter of a folder, which requests name as their model from then on.
+
+        With `load_inplace` it replaces the one of its name, from the next turn on.
+        """
+        request.state.names = LORA_NAMES
+        body = await self.server.read_body(request)
+        name, path = (typed(field, body.get(field), str) for field in ("lora_name", "lora_path"))
+        replaces, engine = typed("load_inplace", body.get("load_inplace") or False, bool), self.service.engine
+        if ignored := [field for field in body if field not in LORA_FIELDS]:
+            request.state.headers["x-jkv-ignored"] = header_of(ignored)
+        if name == self.server.name or (name in engine.adapters and not replaces):
+            got = "the model's" if name == self.server.name else "that of an adapter; load_inplace replaces it"
+            raise RefusalError(400, f"lora_name must be a new name; got {shown(name)}, {got}.", "lora_name", "conflict")
+        if not engine.options.max_adapters:
+            rule = "An adapter needs a server with places for adapters; this one has none. Start it with --max-adapters."
+            raise RefusalError(400, rule, "lora_name", "unsupported")
+        async with self._updates:
+            model = self.server.model
+            found = await asyncio.to_thread(
+                self.read_folder, "lora_path", path, lambda folder: adapters.read_folder(folder, model.params)
+            )
+            version = await self.service.call(lambda engine: put_adapter(engine, name, found))
+        return self.loaded(request, f"LoRA adapter '{name}' added successfully.", version)
+
+    async def unload_adapter(self, request: Request) -> Response:
+        """`/unload_lora_adapter`: frees an adapter's place, unless a request or a stored response uses it."""
+        request.state.names = LORA_NAMES
+        name = typed("lora_name", (await self.server.read_body(request)).get("lora_name"), str)
+        if name not in self.service.engine.adapters:
+            raise RefusalError(404, f"lora_name must be that of an adapter; got {shown(name)}.", "lora_name")
+        try:
+            version = await self.service.call(lambda engine: take_adapter(engine, name))
+        except InputError as error:
+            raise RefusalError(409, str(error), "lora_name") from None
+        return self.loaded(request, f"LoRA adapter '{name}' removed successfully.", version)
+
+    def loaded(self, request: Request, done: str, version: int) -> Response:
+        """The answer to a change of adapters: vLLM's text below `/v1`, and else SGLang's object."""
+        if request.url.path.startswith("/v1/"):
+            return PlainTextResponse(f"Success: {done}")
+        names = self.service.engine.adapters
+        return JSONResponse({"success": True, "loaded_adapters": names, "weights_version": version})
+
+    async def clear_prefix_cache(self, request: Request) -> Response:
+        """`/reset_prefix_cache` and `/flush_cache`: no later prompt starts from what is there now."""
+        await self.service.clear_prefix_cache()
+        return JSONResponse({"success": True})
+
+    async def sleep(self, request: Request) -> Response:
+        """`/sleep?level=&mode=`: frees the pool of pages, and at level 2 the weights, once requests have paused.
+
+        Until `/wake_up`, requests are refused with 503. Those that came before, and wait or go on, keep until then.
+        """
+        level, mode = request.query_params.get("level", "1"), request.query_params.get("mode", "abort")
+        check_known(LEVELS, level=level)
+        check_known(MODES, mode=mode)
+        async with self._sleeping:
+            self._is_waking = False
+            stays_paused = self.service.is_paused
+            if not self.service.engine.is_asleep:
+                await self.service.pause(mode)
+            await self.service.call(lambda engine: engine.sleep(forget_weights=level == "2"))
+            if not stays_paused:
+                await self.service.resume()  # nothing runs while the engine sleeps
+        return JSONResponse({"is_sleeping": True})
+
+    async def wake_up(self, request: Request) -> Response:
+        """`/wake_up?tags=`: allocates the pool, at once or as soon as there are weights again."""
+        tags = request.query_params.getlist("tags")
+        for tag in tags:
+            check_known(TAGS, tags=tag)
+        async with self._sleeping:
+            if not tags or POOL in tags:
+                self._is_waking = not await self.service.call(wake)
+        return await self.is_sleeping(request)
+
+    async def is_sleeping(self, request: Request) -> Response:
+        """`/is_sleeping`: whether requests are refused until the end of a sleep."""
+        return JSONResponse({"is_sleeping": self.service.engine.is_asleep})
 
     def routes(self) -> list[Route]:
         """All of them, each behind the trainer's key."""
@@ -193,8 +290,19 @@ class Trainer:
             "/pause": self.pause,
             "/resume": self.resume,
             "/update_weights": self.update_weights,
+            "/sleep": self.sleep,
+            "/wake_up": self.wake_up,
+            "/reset_prefix_cache": self.clear_prefix_cache,
+            "/flush_cache": self.clear_prefix_cache,
+            **{f"{start}/load_lora_adapter": self.load_adapter for start in ("", "/v1")},
+            **{f"{start}/unload_lora_adapter": self.unload_adapter for start in ("", "/v1")},
         }
-        gets: dict[str, Endpoint] = {"/is_paused": self.is_paused, "/weights_version": self.weights_version}
+        gets: dict[str, Endpoint] = {
+            "/is_paused": self.is_paused,
+            "/is_sleeping": self.is_sleeping,
+            "/weights_version": self.weights_version,
+            "/flush_cache": self.clear_prefix_cache,
+        }
         return [
             *(
                 Route(path, self.server.guarded(of_no_page(one), is_trainer=True), methods=["POST"])
@@ -221,8 +329,9 @@ def of_no_page(endpoint: Endpoint) -> Endpoint:
     """An endpoint that refuses browsers: a page of another site could otherwise pause a server on the user's own machine."""
 
     async def answer(request: Request) -> Response:
-        if "origin" in request.headers:
-            raise RefusalError(403, f"{request.url.path} is for trainers, which send no Origin header; got one. Leave it out.")
+        if found := [name for name in OF_BROWSERS if name in request.headers]:
+            rule = f"{request.url.path} is for trainers, which do not send the header {found[0]}; got one. Leave it out."
+            raise RefusalError(403, rule)
         return await endpoint(request)
 
     return answer
@@ -292,7 +401,28 @@ def states_of(folder: Path) -> dict[str, tuple[int, int, int]]:
     return {name: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
 
 
-def replace_weights(engine: Engine, params: Params) -> int:
-    """Uses new weights from the next turn on; returns their version."""
+def replace_weights(engine: Engine, params: Params, wakes: bool) -> int:
+    """Uses new weights from the next turn on, and wakes an engine that waited for them; returns their version."""
     engine.update(params)
-    return engine.runner.version
+    if wakes:
+        engine.wake()
+    return engine.version
+
+
+def put_adapter(engine: Engine, name: str, found: Mapping[str, LowRank]) -> int:
+    """Adds an adapter, or replaces the one of its name; returns the version of the weights."""
+    (engine.update_adapter if name in engine.adapters else engine.add_adapter)(name, found)
+    return engine.version
+
+
+def take_adapter(engine: Engine, name: str) -> int:
+    """Removes an adapter; returns the version of the weights."""
+    engine.remove_adapter(name)
+    return engine.version
+
+
+def wake(engine: Engine) -> bool:
+    """Wakes an engine that has weights; returns whether it has."""
+    if engine.has_weights:
+        engine.wake()
+    return engine.has_weights

@@ -37,6 +37,8 @@ def run(capsys, *arguments):
         (("tiny-reasoner", "--adapter", "a=x", "--adapter", "a=y"), "each name once; got 'a=y'"),
         (("tiny-reasoner", "--port", 0, "--adapter", "tiny-reasoner=x"), "another name than the model"),
         (("tiny-reasoner", "--port", 0, "--adapter", "a=no-such-folder"), "no-such-folder"),
+        (("tiny-reasoner", "--port", 0, "--max-adapters", -1), "max_adapters must lie"),
+        (("tiny-reasoner", "--port", 0, "--adapter-rank", 0), "adapter_rank must lie"),
         (("tiny-reasoner", "--port", 0, "--trainer", "--host", "0.0.0.0"), "--trainer needs a key"),
         (("tiny-reasoner", "--port", 0, "--weights-root", "."), "--weights-root is for --trainer"),
         (("tiny-reasoner", "--port", 0, "--trainer", "--weights-root", "no-such-folder"), "must be a folder that exists"),

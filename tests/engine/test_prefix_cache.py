@@ -207,7 +207,7 @@ def test_cached_pages_are_evicted_before_a_row_is_preempted_or_waits(model):
     assert_engine_is_consistent(engine)
 
 
-@pytest.mark.parametrize("change", ["update", "reset", "sleep"])
+@pytest.mark.parametrize("change", ["update", "reset", "sleep", "clear"])
 def test_nothing_is_reused_after(model, change):
     engine = jkv.Engine(model, **KNOBS, prefix_cache=True)
     first = results(engine, PROMPTS[:2], None)
@@ -216,8 +216,11 @@ def test_nothing_is_reused_after(model, change):
         engine.update(jax.tree.map(lambda x: x * 1.5, model.params))
     elif change == "reset":
         engine.reset()
+    elif change == "clear":
+        engine.clear_prefix_cache()
     else:
         engine.sleep()
+        engine.clear_prefix_cache()  # which has nothing to free
         engine.wake()
     assert engine.runner.num_held_pages == engine.scheduler.prefix_cache.num_pages == 0
     again = results(engine, PROMPTS[:2], None)
@@ -227,12 +230,16 @@ def test_nothing_is_reused_after(model, change):
         assert_same_bits(again, results(jkv.Engine(other, **KNOBS), PROMPTS[:2], None))
 
 
-def test_new_weights_while_a_row_reads_cached_pages_leave_its_pages_alone(model):
+@pytest.mark.parametrize("change", ["update", "clear"])
+def test_new_weights_and_a_clear_while_a_row_reads_cached_pages_leave_its_pages_alone(model, change):
     engine = jkv.Engine(model, **KNOBS, prefix_cache=True)
     results(engine, PROMPTS[:1], None)
     ticket = engine.submit(PROMPTS[1], max_new_tokens=40, stop_ids=())
     engine.step()
-    engine.update(engine.model.params)
+    if change == "update":
+        engine.update(engine.model.params)
+    else:
+        engine.clear_prefix_cache()
     assert engine.scheduler.prefix_cache.num_pages > 0  # of the row that runs
     later = engine.submit(PROMPTS[1], max_new_tokens=40, stop_ids=())
     engine.run()

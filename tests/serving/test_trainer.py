@@ -24,7 +24,10 @@ from jkv.serving.trainer import TrainerOptions, add_routes
 httpx = pytest.importorskip("httpx")
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
-PATHS = ["/generate", "/pause", "/resume", "/update_weights", "/is_paused", "/weights_version"]
+POSTS = ["/generate", "/pause", "/resume", "/update_weights", "/sleep", "/wake_up", "/reset_prefix_cache", "/flush_cache"]
+POSTS += [f"{start}/{verb}_lora_adapter" for start in ("", "/v1") for verb in ("load", "unload")]
+GETS = ["/is_paused", "/is_sleeping", "/weights_version", "/flush_cache"]
+CALLS = [("POST", path) for path in POSTS] + [("GET", path) for path in GETS]
 
 
 @pytest.fixture(scope="module")
@@ -241,21 +244,24 @@ def test_bad_bodies_are_refused(trained):
 
 
 def test_pages_of_other_sites_are_refused(trained):
-    """A POST without a body needs no leave of the server in a browser, which sends the page's origin with it."""
-    for path in PATHS[:4]:
-        assert post(trained, path, headers={"origin": "http://example.org"}).status_code == 403
+    """A GET, and a POST without a body, needs no leave of the server in a browser, which sends the page's site with it."""
+    for method, path in CALLS:
+        for header in ({"origin": "http://example.org"}, {"sec-fetch-site": "cross-site"}):
+            assert httpx.request(method, trained.url + path, headers=header).status_code == 403
     assert get(trained, "/is_paused") == {"is_paused": False}
+    assert get(trained, "/is_sleeping") == {"is_sleeping": False}
 
 
 def test_the_endpoints_need_the_key_and_are_off_by_default(chat_model, tiny):
-    methods = ["POST"] * 4 + ["GET"] * 2
-    for method, path in zip(methods, PATHS, strict=True):
+    for method, path in CALLS:
         assert httpx.request(method, tiny.url + path).status_code == 404
-    closed = Running(make_engine(chat_model), trainer_key="secret")
+    closed = Running(make_engine(chat_model), trainer_key="secret", api_key="client")
     try:
         add_routes(closed.app, TrainerOptions())
-        for method, path in zip(methods, PATHS, strict=True):
-            assert httpx.request(method, closed.url + path).status_code == 401
+        for method, path in CALLS:
+            for headers in ({}, {"authorization": "Bearer client"}):
+                assert httpx.request(method, closed.url + path, headers=headers).status_code == 401
+        assert not closed.engine.is_asleep
         headers = {"authorization": "Bearer secret", "content-type": "application/json"}
         assert httpx.get(closed.url + "/is_paused", headers=headers).json() == {"is_paused": False}
         answer = httpx.post(closed.url + "/update_weights", headers=headers, content=json.dumps({"model_path": "half"}))
