@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +76,48 @@ def uniform(view: CacheView, seed: int, block: int = 1) -> Float[Array, "B K S"]
     over_slots = jax.vmap(draw, in_axes=(0, None, None, None))
     over_heads = jax.vmap(over_slots, in_axes=(0, 0, None, None))
     return jax.vmap(over_heads, in_axes=(0, None, 0, 0))(view.position // block, head, view.num_seen, layer_of(view))
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockMean:
+    """The mean of another score over the slots that are left of each block of `block` positions, which all of them get.
+
+    Slots are in order of position.
+    """
+
+    score: Any
+    block: int
+
+    @property
+    def needs(self) -> Needs:
+        """What the other score reads; it carries no numbers."""
+        return self.score.needs
+
+    def __call__(self, view: CacheView) -> Float[Array, "B K S"]:
+        number = view.position // self.block
+        begins = jnp.diff(number, axis=-1, prepend=-2) != 0
+        score = jnp.where(view.is_filled, self.score(view), 0.0)
+
+        def join(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array, ...]:
+            is_new = other[0]
+            return one[0] | is_new, *(jnp.where(is_new, b, a + b) for a, b in zip(one[1:], other[1:], strict=True))
+
+        _, total, count = jax.lax.associative_scan(join, (begins, score, jnp.ones_like(score)), axis=-1)
+        # The last slot of each block has the sum of all. In: blocks 0 0 0 1 1 -> Out: 2 2 2 4 4
+        slot = jnp.arange(score.shape[-1], dtype=jnp.int32)
+        ends = jnp.roll(begins, -1, axis=-1).at[..., -1].set(True)
+        last = jax.lax.cummin(jnp.where(ends, slot, slot[-1]), axis=2, reverse=True)
+        return jnp.take_along_axis(total / count, last, axis=-1)
+
+
+def by_blocks(score: Any, block: int) -> Any:
+    """A score, or its mean over each block of `block` positions.
+
+    Raises:
+      ValueError: a block without positions.
+    """
+    check_least(1, " position, whose slots have one score", block=block)
+    return score if block == 1 else BlockMean(score, block)
 
 
 def layer_of(view: CacheView) -> Int[Array, " B"]:

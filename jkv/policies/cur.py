@@ -12,7 +12,7 @@ from jkv.eviction.needs import Needs
 from jkv.eviction.policy import Policy
 from jkv.eviction.recipe import recipe
 from jkv.eviction.schedules import Every
-from jkv.eviction.scores import default_recent, layer_of
+from jkv.eviction.scores import by_blocks, default_recent, layer_of
 from jkv.eviction.view import CacheView
 
 
@@ -60,16 +60,19 @@ def cur(
     recent: int | None = None,
     seed: int = 0,
     protect_prompt: bool = False,
+    block: int = 1,
 ) -> Policy:
     """CUR with `budget` slots for each layer and KV head, compacted every `interval` generated tokens.
 
     The first `sinks` tokens, the last `recent` (by default 64, or a quarter of a budget below 256) and, with `protect_prompt`,
     the prompt are never evicted. It reads no queries and keeps no attention statistics, so a compaction costs a matrix product
-    with `rank` columns.
+    with `rank` columns. With `block=page_size`, whole pages of the text stay or go, by the mean score of their slots; one block
+    may be cut to fill the budget, and keeps its first tokens.
 
     Rule:
       G = a matrix [H, rank] of normal numbers over sqrt(rank), drawn anew for each layer and compaction
       score = |key G|^2 * |value G|^2, over its sum over the slots; keys as they are cached, after RoPE
+      with `block`: the mean of it over the slots that are left of the block, position // block
 
     Departures:
       - From CurDKV, which scores the prompt once by leverage scores: this is the form that the code of VaSE (arXiv 2606.03928)
@@ -78,6 +81,8 @@ def cur(
         by the row's own generated tokens.
       - `rank=0` takes exact norms over all slots. kvpress's default takes exact norms, too, but each as a share of its block of
         16 slots (`use_local_approximation`).
+      - `block` is in neither: it gives the blocks of PagedEviction (arXiv 2509.04377) this score. A block that holds protected
+        tokens may lose its others.
 
     Raises:
       ValueError: a setting out of its range, or a budget that does not hold the sinks and the recent tokens.
@@ -86,5 +91,5 @@ def cur(
     (64, 32)
     """
     recent = default_recent(budget) if recent is None else recent
-    evict = Evict(NormProduct(rank, seed), sinks=sinks, recent=recent, protect_prompt=protect_prompt)
+    evict = Evict(by_blocks(NormProduct(rank, seed), block), sinks=sinks, recent=recent, protect_prompt=protect_prompt)
     return Policy("cur", evict, Every(budget, interval))

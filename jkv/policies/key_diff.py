@@ -10,7 +10,7 @@ from jkv.eviction.needs import Needs
 from jkv.eviction.policy import Policy
 from jkv.eviction.recipe import recipe
 from jkv.eviction.schedules import Every
-from jkv.eviction.scores import default_recent
+from jkv.eviction.scores import by_blocks, default_recent
 from jkv.eviction.view import CacheView
 
 
@@ -30,19 +30,28 @@ class KeyDifference:
 
 @recipe("KeyDiff", idea="keeps the keys that differ most from the mean key; reads no queries", arxiv="2504.15364")
 def key_diff(
-    budget: int, interval: int = 128, sinks: int = 4, recent: int | None = None, protect_prompt: bool = False
+    budget: int,
+    interval: int = 128,
+    sinks: int = 4,
+    recent: int | None = None,
+    protect_prompt: bool = False,
+    block: int = 1,
 ) -> Policy:
     """KeyDiff with `budget` slots for each layer and KV head, compacted every `interval` generated tokens.
 
     The first `sinks` tokens, the last `recent` (by default 64, or a quarter of a budget below 256) and, with `protect_prompt`,
-    the prompt are never evicted.
+    the prompt are never evicted. With `block=page_size`, whole pages of the text stay or go, by the mean score of their slots;
+    one block may be cut to fill the budget, and keeps its first tokens.
 
     Rule:
       score(s) = -cosine(key of s, mean over all slots of key / |key|)
+      with `block`: the mean of it over the slots that are left of the block, position // block
 
     Departures:
       - Keys are compared as they are cached, rotated for their positions.
       - The paper compacts blocks of the prompt; here a row is compacted every `interval` of its own generated tokens.
+      - `block` is not of the paper: it gives the blocks of PagedEviction (arXiv 2509.04377) this score. A block that holds
+        protected tokens may lose its others.
       - Sinks and recent tokens are protected by default; `sinks=0, recent=0` is the bare rule.
 
     Raises:
@@ -52,5 +61,5 @@ def key_diff(
     64
     """
     recent = default_recent(budget) if recent is None else recent
-    evict = Evict(KeyDifference(), sinks=sinks, recent=recent, protect_prompt=protect_prompt)
+    evict = Evict(by_blocks(KeyDifference(), block), sinks=sinks, recent=recent, protect_prompt=protect_prompt)
     return Policy("key_diff", evict, Every(budget, interval))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.testing import random_view
+from jkv.testing import random_view, tiny_model
 
 BUDGET = 24
 
@@ -40,6 +40,41 @@ def test_key_diff_keeps_the_keys_least_like_the_mean(slots, sinks, recent):
         mean = sum(unit) / len(unit)
         score = np.array([-(x @ mean) / np.sqrt(mean @ mean) for x in unit])
         np.testing.assert_array_equal(kept(chosen[b, k]), best(score, position, BUDGET, sinks, recent))
+
+
+def mean_of_blocks(score, position, block):
+    """For each slot the mean score of the slots of its block."""
+    return np.array([score[position // block == own].mean() for own in position // block])
+
+
+@pytest.mark.parametrize("block", [1, 2, 8, 1000])
+@pytest.mark.parametrize("name", ["key_diff", "cur"])
+def test_slots_of_a_block_share_its_mean_score(name, block):
+    """Gaps of earlier compactions leave some blocks fewer slots; the block that is cut keeps its first ones."""
+    view = random_view(np.random.default_rng(block), slots=80)
+    settings = {"sinks": 2, "recent": 5} | ({"seed": 3} if name == "cur" else {})
+    policy, alone = (jkv.policies.make(name, settings | {"budget": BUDGET, "block": one}) for one in (block, 1))
+    chosen, scores = jax.jit(policy.select)(view), np.asarray(jax.jit(alone.evict.score)(view), np.float64)
+    sizes = set()
+    for b, k, _, _, position in heads_of(view):
+        means = mean_of_blocks(scores[b, k, : len(position)], position, block)
+        np.testing.assert_array_equal(kept(chosen[b, k]), best(means, position, BUDGET, 2, 5))
+        sizes |= {*np.unique(position // block, return_counts=True)[1].tolist()}
+    assert len(sizes) > 1 or block == 1
+
+
+@pytest.mark.parametrize("name", ["key_diff", "cur"])
+def test_a_run_by_blocks_drops_whole_blocks_where_nothing_cuts_one(name):
+    """All numbers are multiples of 4: the prompt, the budget, the interval, and what is protected."""
+    model, prompt = tiny_model(), [1, 2, 3, 4, 5, 6] * 4
+    policy = jkv.policies.make(name, {"budget": 32, "interval": 16, "block": 4, "sinks": 4, "recent": 4})
+    out = jkv.generate(model, prompt, policy=policy, max_new_tokens=80, stop_ids=(), return_trace=True, progress=False)
+    assert out.stats.compactions == 4
+    end = np.asarray(out.trace.end[0])[..., :100].reshape(2, 2, -1, 4)
+    assert (end == end[..., :1]).all()
+    assert ((end < 1000).sum(axis=(2, 3)) == 24 + 64 - 32).all()
+    replayed = jkv.score(model, out, trace=out.trace)
+    assert np.abs(np.asarray(replayed.logprobs) - out.logprobs).max() <= 1e-4
 
 
 def softmax(x):
@@ -127,6 +162,8 @@ def test_lag_kv_keeps_the_best_of_each_chunk_by_the_range_of_the_next(slots, lag
     ("build", "words"),
     [
         (lambda: jkv.key_diff(8, recent=7), "must hold its sinks and recent"),
+        (lambda: jkv.key_diff(64, block=0), "block must be at least 1 position"),
+        (lambda: jkv.cur(64, block=-4), "block must be at least 1 position"),
         (lambda: jkv.caote(64, recent=3), "recent must be at least the window, 16 tokens"),
         (lambda: jkv.caote(64, window=0), "window must be at least 1"),
         (lambda: jkv.lag_kv(64, lag=1), "lag must be at least 2"),
