@@ -1,15 +1,14 @@
 """AMS (arXiv 2605.23200): cuts the cache into segments, which share the budget by attention; any score picks within them."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jkv.checks import check_between, check_known, check_least
-from jkv.errors import InputError, refused
+from jkv.checks import check_between, check_least
+from jkv.errors import InputError
 from jkv.eviction.evict import protection, tied
 from jkv.eviction.needs import Needs
 from jkv.eviction.policy import Policy
@@ -17,15 +16,7 @@ from jkv.eviction.recipe import recipe
 from jkv.eviction.schedules import Every
 from jkv.eviction.scores import AttentionMass, default_recent
 from jkv.eviction.view import CacheView, Numbers, scores_of
-from jkv.policies.caote import caote
-from jkv.policies.cur import cur
-from jkv.policies.g_kv import g_kv
-from jkv.policies.key_diff import key_diff
-from jkv.policies.lag_kv import lag_kv
-from jkv.policies.own import fields_of
-from jkv.policies.r_kv import r_kv
-from jkv.policies.random import random
-from jkv.policies.snap_kv import snap_kv
+from jkv.policies.around import inner
 from pallas_kernels.largest_slots import ROUNDING
 
 CREDIT = "credit"
@@ -127,34 +118,6 @@ def rank_in_segment(
     level = tied(jnp.clip(jnp.where(is_past, score, limits.min), limits.min, limits.max))
     order = jnp.lexsort((-level, start), axis=-1)
     return (jnp.argsort(order, axis=-1) - start).astype(jnp.int32)
-
-
-AROUND: dict[str, Callable[..., Policy]] = {
-    "caote": caote,
-    "cur": cur,
-    "g_kv": g_kv,
-    "key_diff": key_diff,
-    "lag_kv": lag_kv,
-    "r_kv": r_kv,
-    "random": random,
-    "snap_kv": snap_kv,
-}
-
-
-def inner(around: str | Policy, name: str, **settings: int) -> Any:
-    """The policy whose score another one uses: as it is, or by its name, with those of the settings that it has.
-
-    Raises:
-      ValueError: another name, or a policy that has no score.
-    """
-    if not isinstance(around, Policy):
-        check_known(AROUND, around=around)
-        fields = fields_of(AROUND[around])
-        return AROUND[around](**{field: value for field, value in settings.items() if field in fields})
-    if around.evict is None:
-        rule = f"{name} takes the score of the policy that `around` is; {around.name} has none. Take r_kv, for one."
-        raise refused(rule, around="unsupported")
-    return around
 
 
 @recipe(

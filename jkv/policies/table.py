@@ -32,4 +32,5 @@ from jkv.policies.snap_kv import snap_kv as snap_kv
 from jkv.policies.streaming_llm import streaming_llm as streaming_llm
 from jkv.policies.tova import tova as tova
 from jkv.policies.tri_attention import tri_attention as tri_attention
+from jkv.policies.twin_kv import twin_kv as twin_kv
 from jkv.policies.vase import vase as vase

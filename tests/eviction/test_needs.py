@@ -106,6 +106,7 @@ def test_the_needs_of_a_policy_are_those_of_its_parts_together():
         jkv.r_kv(64): Needs(window=8, compares_keys=True),
         jkv.g_kv(64): Needs(window=16, carried=("importance",), compares_keys=True),
         jkv.ams(64, window=12, around="cur"): Needs(window=12, carried=("credit",)),
+        jkv.twin_kv(64, around="g_kv"): Needs(window=16, carried=("importance",), compares_keys=True),
         jkv.h2o(64): Needs(mass=True),
         jkv.h2o(64, interval=8): Needs(mass=True),
         jkv.tova(64): Needs(window=1, mass=True),
