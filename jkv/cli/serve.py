@@ -91,6 +91,14 @@ OPTIONS = (
     Option(
         "origins", list, [], "sites whose pages may call the server, such as https://example.com", words, {"metavar": "SITES"}
     ),
+    Option(
+        "priorities",
+        list,
+        [],
+        "names of keys whose requests may set `priority`, * for all requests; default: none, and the field is ignored",
+        words,
+        {"metavar": "NAMES"},
+    ),
     PARSE_SPECIAL,
     dataclasses.replace(MAX_RUNNING, default=None, help="rows decoded together; default: 8"),
     Option("drain", float, 30.0, "seconds for open requests after Ctrl-C"),
@@ -198,6 +206,7 @@ def run(options: argparse.Namespace) -> int:
         trainer_key=trainer_key,
         hosts=tuple(options.hosts),
         origins=tuple(options.origins),
+        priorities=tuple(options.priorities),
         **{name: getattr(options, name) for name in SERVER},
     )
     policy = make(server_options.policy, settings)

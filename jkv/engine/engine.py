@@ -227,6 +227,7 @@ class Engine:
         min_tokens: int = 0,
         bad_words: Sequence[Sequence[int]] = (),
         form: Form | None = None,
+        priority: int = 0,
         keep: bool = False,
     ) -> int:
         """Queues `n` samples of one prompt and returns the request's ticket.
@@ -235,7 +236,7 @@ class Engine:
           prompt: a text, a list of token ids, or a conversation (a list of messages).
           policy, sampling, max_new_tokens, n, stop_ids, stop_strings, first_sample: see `jkv.RequestOptions`.
           forced_tokens, cache_salt, adapter, prompt_piece, parse_special, model_logprobs, top_logprobs: see there.
-          logit_bias, allowed_token_ids, min_tokens, bad_words, form: see there.
+          logit_bias, allowed_token_ids, min_tokens, bad_words, form, priority: see there.
           on_tokens: receives an `Event` for each sample and chunk; if it raises, the request ends with the reason "error" and
             the others continue.
           request: a number below 2**32 that identifies the prompt in the random keys; None is a hash of its tokens. With a
@@ -265,6 +266,7 @@ class Engine:
             min_tokens=min_tokens,
             bad_words=bad_words,
             form=form,
+            priority=priority,
         )
         prompts = encode_prompts(self.model, prompt, options.parse_special)
         if len(prompts) != 1:

@@ -72,6 +72,7 @@ class Request:
       form_start: how its completion begins: `jkv.forms.tables.ANSWERS`, or `MAY_THINK`, or `THINKS`.
       form_on_host: whether the host follows its form, so that chunks have one step while it runs.
       client: who asks; clients take turns (`jkv.engine.rounds`), and all without a name are one.
+      priority: those with a lower number are admitted first.
     """
 
     prompt: np.ndarray
@@ -101,6 +102,7 @@ class Request:
     form_start: int = 0
     form_on_host: bool = False
     client: str = ""
+    priority: int = 0
 
     @property
     def has_biases(self) -> bool:
@@ -194,6 +196,8 @@ class RequestOptions:
         Up to 32, of up to 8 tokens.
       form: what the answer must be, such as JSON of a schema: `jkv.forms.json`, `regex` or `choice`; None for any text. What
         the model thinks before the answer is free. The log-probabilities of the draws are of the tokens that the form allows.
+      priority: as vLLM has it: where requests wait for a row, those with a lower number are admitted first, and where rows must
+        be preempted, those with a higher one are. It changes no tokens.
 
     Raises:
       ValueError: a setting of another type, or out of its range.
@@ -218,11 +222,12 @@ class RequestOptions:
     min_tokens: int = 0
     bad_words: Sequence[Sequence[int]] = ()
     form: Form | None = None
+    priority: int = 0
 
     def __post_init__(self) -> None:
         kinds: dict[str, Any] = {"n": int, "max_new_tokens": int | None, "first_sample": int, "cache_salt": str}
         kinds |= {"adapter": str | None, "prompt_piece": int | None, "parse_special": bool, "model_logprobs": bool}
-        kinds |= {"top_logprobs": int, "min_tokens": int}
+        kinds |= {"top_logprobs": int, "min_tokens": int, "priority": int}
         for name, kind in kinds.items():  # Python's numbers: products of NumPy's small ones overflow.
             object.__setattr__(self, name, typed(name, getattr(self, name), kind))
         check_counts(n=self.n, max_new_tokens=self.max_new_tokens, prompt_piece=self.prompt_piece)
@@ -317,7 +322,7 @@ def make_requests(
         common = (prompt, policy, sampling, seed, prompt_id)
         rest: Any = (limit, ends, tuple(options.stop_strings), asked is None, until_token(policy, model), forced[i])
         named: Any = {"cache_salt": options.cache_salt, "first": piece if piece < len(prompt) else 0}
-        named["adapter"] = options.adapter or ""
+        named |= {"adapter": options.adapter or "", "priority": options.priority}
         named |= {"model_logprobs": options.model_logprobs, "top_logprobs": options.top_logprobs} | biases
         named |= {"form": options.form, "form_start": 0 if options.form is None else start_of(model, prompt)}
         named |= {"form_on_host": form_on_host}

@@ -2,7 +2,7 @@
 
 A round has at most one request of each client, so a client with a thousand queued requests delays another's first by one round
 at most. A request keeps its round until it ends, also while it is preempted. Where nobody is named, all are one client, and
-rounds are the order of arrival.
+rounds are the order of arrival. Each priority has rounds of its own.
 """
 
 
@@ -34,6 +34,11 @@ class Rounds:
     def admitted(self, number: int) -> None:
         """A sample of a round gets its row."""
         self.current = max(self.current, number)
+
+    @property
+    def are_over(self) -> bool:
+        """Whether no sample is unfinished."""
+        return not self._unfinished
 
     def finished(self, client: str) -> None:
         """A sample has ended. A client of which none is left is forgotten: its next request comes in the current round."""

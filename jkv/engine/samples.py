@@ -79,6 +79,15 @@ class Progress(NamedTuple):
     filled: Any  # of its row (`Row.filled`)
 
 
+class Rank(NamedTuple):
+    """The place of a sample in the queue; the smallest is admitted first, and preempted last."""
+
+    priority: int = 0  # of its request
+    length: int = 0  # minus its tokens at most, where the longest are admitted first
+    round: int = 0  # of its client (`jkv.engine.rounds`)
+    number: int = 0  # of samples before it
+
+
 @dataclasses.dataclass(eq=False)
 class Prefix:
     """A prompt that samples start from; when several do, it is prefilled once and its full pages are shared.
@@ -160,7 +169,7 @@ class Sample:
     request: Request
     completion: Completion
     most_pages: int  # that it holds once its prompt is prefilled and compacted
-    priority: tuple[int, int, int] = (0, 0, 0)  # the smallest is admitted first; the scheduler sets it, and `prefix`
+    rank: Rank = dataclasses.field(default_factory=Rank)  # the smallest is admitted first; the scheduler sets it, and `prefix`
     prefix: Prefix = dataclasses.field(default_factory=lambda: Prefix(None))
     on_tokens: Callable[[Any], None] | None = None
     stops: StopFinder | None = None
@@ -307,7 +316,7 @@ class Sample:
         fresh = Sample(
             self.ticket, self.index, self.request, completion, self.most_pages, on_tokens=self.on_tokens, stops=stops
         )
-        fresh.submitted, fresh.priority, fresh.prefix = self.submitted, self.priority, self.prefix
+        fresh.submitted, fresh.rank, fresh.prefix = self.submitted, self.rank, self.prefix
         if all(each == version for each in self.completion.versions):
             fresh.text, fresh.num_emitted, fresh.num_emitted_tokens = self.text, self.num_emitted, self.num_emitted_tokens
             fresh.emitted = self.emitted if self.is_behind else self.completion

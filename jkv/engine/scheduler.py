@@ -4,14 +4,15 @@ For every step of the engine, `Scheduler.next` returns `Actions` for the runner 
 under a running row:
 
 - A bounded sample reserves at admission the most pages that it will ever hold. It is never preempted.
-- An unbounded sample reserves what it may hold after the next chunk. When the reservations exceed the pool, the youngest
-  unbounded sample is preempted: its row is swapped out to host memory, and swapped in again, bit for bit, when it fits.
+- An unbounded sample reserves what it may hold after the next chunk. When the reservations exceed the pool, the unbounded
+  sample of the highest rank is preempted, usually the youngest: its row is swapped out to host memory, and swapped in again,
+  bit for bit, when it fits.
 - Samples of one prompt share one prefill: a prefix, which reserves its own pages as long as a sample needs them. An idle prefix
   (no running row reads it) is freed before a sample is preempted.
 - Pages of the prefix cache that no row counts as its own are evicted before that, the least recently used first.
 - Rows that are kept between turns reserve their pages too; they are swapped out after that, and before a sample is preempted.
-- Samples are admitted in order, and none overtakes the first that waits. Clients take turns (`jkv.engine.rounds`). Every sample
-  fits an empty pool; others were refused.
+- Samples are admitted in the order of their ranks, and none overtakes the first that waits: the lowest priority first, and
+  within a priority clients take turns (`jkv.engine.rounds`). Every sample fits an empty pool; others were refused.
 
 A step costs the same however many samples wait: it looks at the first of them, at running rows, and at prefixes and rows that
 have started (`started`, `parked`), never at the whole queue.
@@ -20,6 +21,7 @@ A chunk ends no later than the next step after which one of its rows may be comp
 chunks. So a row's compactions never depend on the other rows. It has one step while the host follows a row's form.
 """
 
+import collections
 import dataclasses
 import heapq
 import itertools
@@ -35,7 +37,7 @@ from jkv.engine.memory import STEP_PIECE
 from jkv.engine.prefix_cache import PrefixCache, can_reuse, reserve
 from jkv.engine.rounds import Rounds
 from jkv.engine.row import Place
-from jkv.engine.samples import Prefix, Sample, keeps_prefix, pieces_in_use
+from jkv.engine.samples import Prefix, Rank, Sample, keeps_prefix, pieces_in_use
 from jkv.reasoning.sentences import SentenceLog
 
 CHUNKS = (16, 8, 4, 2, 1)  # decode steps of a chunk
@@ -92,7 +94,7 @@ class Scheduler:
 
     Attributes:
       running: samples by batch row.
-      waiting: a heap of (priority, sample); samples that are finished, or run already, are removed when they reach its top.
+      waiting: a heap of (rank, sample); samples that are finished, or run already, are removed when they reach its top.
       parked: the waiting samples that have started: swapped out, or a later turn of a conversation.
       prefixes: prompts that unfinished samples start from, by key.
       started: the prefixes that have pages, in the pool or in host memory; few, unlike `prefixes`.
@@ -107,13 +109,13 @@ class Scheduler:
     def __init__(self, capacity: Capacity) -> None:
         self.capacity, self.prefix_cache, self.kept_rows = capacity, PrefixCache(), KeptRows()
         self.running: dict[int, Sample] = {}
-        self.waiting: list[tuple[tuple[int, int, int], Sample]] = []
+        self.waiting: list[tuple[Rank, Sample]] = []
         self.parked: dict[Sample, None] = {}
         self.search, self.held = Search(capacity.chunk), list[Sample]()
         self.prefixes: dict[object, Prefix] = {}
         self.started: dict[Prefix, None] = {}
         self.versions = {"": 0}
-        self._num_added, self._rounds = 0, Rounds()
+        self._num_added, self._rounds = 0, collections.defaultdict[int, Rounds](Rounds)  # of each priority
         self._freed: list[Prefix] = []  # since `next` or `release` was last called
         self._leaving: list[Prefix] = []  # those that were returned, until the runner has freed their pages
 
@@ -124,11 +126,13 @@ class Scheduler:
 
     def add(self, sample: Sample) -> None:
         """Queues a sample."""
-        of_length = -sample.request.most_tokens if self.capacity.order == "longest" else 0
-        sample.priority = of_length, self._rounds.add(sample.request.client, sample.ticket), self._num_added
+        request = sample.request
+        of_length = -request.most_tokens if self.capacity.order == "longest" else 0
+        number = self._rounds[request.priority].add(request.client, sample.ticket)
+        sample.rank = Rank(request.priority, of_length, number, self._num_added)
         self._num_added += 1
         self._enter(sample)
-        heapq.heappush(self.waiting, (sample.priority, sample))
+        heapq.heappush(self.waiting, (sample.rank, sample))
 
     def passed(self) -> None:
         """A step has not failed: whoever the search held for it waits in the queue again."""
@@ -137,7 +141,7 @@ class Scheduler:
 
     def _queue_held(self) -> None:
         for sample in self.held:
-            heapq.heappush(self.waiting, (sample.priority, sample))
+            heapq.heappush(self.waiting, (sample.rank, sample))
         self.held.clear()
 
     def _enter(self, sample: Sample) -> None:
@@ -197,7 +201,10 @@ class Scheduler:
 
     def finish(self, sample: Sample) -> None:
         """Records that a sample has finished. If it runs, the next `release` frees its row."""
-        self._rounds.finished(sample.request.client)
+        rounds = self._rounds[sample.rank.priority]
+        rounds.finished(sample.request.client)
+        if rounds.are_over:
+            del self._rounds[sample.rank.priority]
         if sample.row.place is Place.HOST:
             sample.row.place = Place.NOWHERE
         self.parked.pop(sample, None)
@@ -205,9 +212,9 @@ class Scheduler:
             self._detach_prefix(sample)
 
     def sleep(self) -> Actions:
-        """Swaps out every row, the youngest first, and frees every prefix."""
+        """Swaps out every row, the highest rank first, and frees every prefix."""
         release, freed = self.release()
-        rows = sorted(self.running, key=lambda row: self.running[row].priority, reverse=True)
+        rows = sorted(self.running, key=lambda row: self.running[row].rank, reverse=True)
         swap_out = {row: self._preempt(row) for row in rows}
         for prefix in list(self.started):
             if prefix.is_held:
@@ -244,7 +251,7 @@ class Scheduler:
                 continue
             self._enter(sample)
             if sample in had_rows:
-                heapq.heappush(self.waiting, (sample.priority, sample))
+                heapq.heappush(self.waiting, (sample.rank, sample))
         return lost
 
     def clear_prefix_cache(self) -> None:
@@ -304,7 +311,7 @@ class Scheduler:
                 if not fits:
                     break
                 sample.row.place = Place.BATCH
-                self._rounds.admitted(sample.priority[1])
+                self._rounds[sample.rank.priority].admitted(sample.rank.round)
                 self.kept_rows.attach(sample.resumes)
                 row = free_rows.pop(0)
                 admitted[row] = self.running[row] = sample
@@ -363,22 +370,22 @@ class Scheduler:
         return needed, max(0, prefill_pages(sample, self.capacity) - shared - needed)
 
     def _make_room(self) -> dict[int, Sample]:
-        """Preempts the youngest unbounded samples until the next chunk fits the pool."""
+        """Preempts the unbounded samples of the highest rank until the next chunk fits the pool."""
         preempted = {}
         while self.reserved > self.capacity.num_pages:
             if self._free_idle():
                 continue
             filled = {row: sample for row, sample in self.running.items() if not sample.is_filling}
             unbounded = [row for row, sample in filled.items() if not sample.request.policy.is_bounded]
-            youngest = max(unbounded, key=lambda row: self.running[row].priority)
-            self.running[youngest].completion.preemptions += 1
-            preempted[youngest] = self._preempt(youngest)
+            last = max(unbounded, key=lambda row: self.running[row].rank)
+            self.running[last].completion.preemptions += 1
+            preempted[last] = self._preempt(last)
         return preempted
 
     def _preempt(self, row: int) -> Sample:
         """Takes a sample's row, and queues it to be swapped in again."""
         sample = self.running[row]
-        heapq.heappush(self.waiting, (sample.priority, sample))
+        heapq.heappush(self.waiting, (sample.rank, sample))
         self.parked[sample] = None
         del self.running[row]
         sample.row.place, sample.reads_prefix, sample.num_shared_pieces = Place.HOST, False, 0

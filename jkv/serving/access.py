@@ -17,6 +17,7 @@ from jkv.serving.errors import RefusalError
 LOOPBACK = ("localhost", "127.0.0.1", "::1")  # names under which a machine calls itself
 ANY = "*"
 DEFAULT = "default"  # the name of `--api-key`, which all clients may share
+TRAINER = "trainer"  # of the trainer's key
 ORIGIN = re.compile(r"https?://[^/\s]+")
 
 
@@ -48,7 +49,7 @@ class Access:
         """
         allowed = {} if is_trainer else dict(self.keys)
         if self.trainer_key is not None and (is_trainer or allowed):
-            allowed[self.trainer_key] = "trainer"
+            allowed[self.trainer_key] = TRAINER
         kind, _, given = headers.get("authorization", "").partition(" ")
         if not given and "x-api-key" in headers:  # as clients of Anthropic send it
             kind, given = "bearer", headers["x-api-key"]

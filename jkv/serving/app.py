@@ -330,7 +330,10 @@ class Server:
         unread: Sequence[str] = (),
     ) -> F:
         """The fields of a body; `names` are those of another API for them, and `unread` its fields that are ignored."""
-        body = renamed(body, issubclass(kind, TemplateFields))
+        body, unread = renamed(body, issubclass(kind, TemplateFields)), list(unread)
+        if body.get("priority") is not None and not self.options.may_order(request.state.key):
+            unread.append("priority")
+            del body["priority"]
         if ignored := [*ignored_of(kind, body), *unread]:
             request.state.headers["x-jkv-ignored"] = header_of(ignored)
         fields = read_fields(kind, body)

@@ -373,6 +373,7 @@ def make_turn(
         prompt_piece=fields.prompt_piece,
         **fields.returned(sampling),
         **fields.excluded,
+        priority=fields.priority,
         bad_words=fields.bad_tokens(model),
         form=form_for(fields, calls),
     )
@@ -419,6 +420,7 @@ def make_job(
             prompt_piece=fields.prompt_piece,
             **fields.returned(sampling),
             **fields.excluded,
+            priority=fields.priority,
             bad_words=fields.bad_tokens(model),
             form=form_for(fields, calls),
         )

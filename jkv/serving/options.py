@@ -8,7 +8,7 @@ from jkv.checks import check_counts, check_known, check_least, out_of_range, typ
 from jkv.errors import InputError
 from jkv.policies import POLICIES, recipe_of
 from jkv.reasoning.tool_calls import FORMS
-from jkv.serving.access import ANY, DEFAULT, ORIGIN, is_host
+from jkv.serving.access import ANY, DEFAULT, ORIGIN, TRAINER, is_host
 
 
 def setting(default: Any, help: str) -> Any:
@@ -36,6 +36,9 @@ class ServerOptions:
     trainer_key: str | None = setting(None, "the key of a trainer's endpoints; None asks for none")
     hosts: tuple[str, ...] = setting((), "names under which clients may call the server; empty takes all")
     origins: tuple[str, ...] = setting((), "sites whose pages may call the server, such as https://example.com")
+    priorities: tuple[str, ...] = setting(
+        (), "names of keys whose requests may set `priority`, * for all requests; default: none, and the field is ignored"
+    )
     abort_reason: bool = setting(
         False, 'the finish reason of what the server ended before its time is "abort", and not "length", the one of OpenAI'
     )
@@ -73,6 +76,8 @@ class ServerOptions:
         for name in typed("origins", self.origins, tuple):
             if name != ANY and not ORIGIN.fullmatch(name):
                 raise out_of_range("origins", "be sites such as https://example.com, or *", name)
+        for name in typed("priorities", self.priorities, tuple):
+            check_known((ANY, *self.keys.values(), *([] if self.trainer_key is None else [TRAINER])), priorities=name)
         given = {"api_key": self.api_key, "trainer_key": self.trainer_key} | {
             f"api_keys {n}": k for k, n in self.api_keys.items()
         }
@@ -83,6 +88,10 @@ class ServerOptions:
         if self.trainer_key is not None and self.trainer_key in self.keys:
             rule = "{field} must be another key than those of clients, who could replace the weights. Make one of its own."
             raise InputError(rule, field="trainer_key", code="conflict")
+
+    def may_order(self, key: str) -> bool:
+        """Whether requests with the key of this name may set their priority."""
+        return ANY in self.priorities or key in self.priorities
 
     @property
     def keys(self) -> dict[str, str]:

@@ -190,6 +190,7 @@ class Fields(Body):
       kv_dtype: the pool's format, if it is named: all requests share one pool.
       cache_salt: requests share pages of the prefix cache with those of the same salt alone.
       prompt_piece: tokens of a prompt that are prefilled before its first compaction; None is all.
+      priority: those with a lower number are served first; only of keys that may set it (`ServerOptions.priorities`).
 
     Raises:
       ValueError: a field of another type, or out of its range.
@@ -226,6 +227,7 @@ class Fields(Body):
     request_id: str | None = None
     cache_salt: str | None = None
     prompt_piece: int | None = None
+    priority: int = 0
     policy: str | None = None
     kv_dtype: str | None = None
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)

@@ -28,10 +28,10 @@ from jkv.engine.service import MODES
 from jkv.errors import InputError
 from jkv.model.params import LowRank, Model, Params
 from jkv.model.weights import check_config
-from jkv.serving.app import Endpoint, Server, header_of, id_of
+from jkv.serving.app import Endpoint, Server, id_of
 from jkv.serving.errors import RefusalError
 from jkv.serving.jobs import Job, gathered, until_gone
-from jkv.serving.requests import PROCESSED, CompletionFields, ignored_of, read_fields
+from jkv.serving.requests import PROCESSED, CompletionFields
 from jkv.serving.responses import Head, failure_of, reason_of, tokens_of
 
 IDS = ("token_ids", "input_ids", "prompt")  # vLLM's name, SGLang's, and that of `/v1/completions`
@@ -112,10 +112,7 @@ class Trainer:
         """`/generate`: the completions of prompts of token ids, with what a trainer learns from."""
         server = self.server
         body = flattened(await server.read_body(request))
-        fields, headers = read_fields(GenerateFields, body), request.state.headers
-        request.state.names = fields.names
-        if ignored := ignored_of(GenerateFields, body):
-            headers["x-jkv-ignored"] = header_of(ignored)
+        fields, headers = server.fields_of(GenerateFields, body, request), request.state.headers
         if fields.request_id is not None:
             headers["x-request-id"] = id_of(request, fields.request_id)
         server.check_awake()

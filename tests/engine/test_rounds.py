@@ -17,12 +17,13 @@ class Queue:
         self.scheduler = Scheduler(Capacity(1, 1, 4, num_pages=16, max_running=1))
         self.num_tickets, self.order = 0, []
 
-    def submit(self, client, count, n=1):
+    def submit(self, client, count, n=1, priority=0):
         """Requests of a client, each of n samples; returns the samples."""
         policy, samples = jkv.streaming_llm(budget=12, interval=8), []
         for ticket in range(self.num_tickets, self.num_tickets + count):
             for i in range(n):
-                request = Request(PROMPT + ticket % 20, policy, jkv.Sampling(), 0, 0, i, 4, (), client=client)
+                named = {"client": client, "priority": priority}
+                request = Request(PROMPT + ticket % 20, policy, jkv.Sampling(), 0, 0, i, 4, (), **named)
                 samples.append(Sample(ticket, i, request, Completion(), policy.most_pages(3, 4, 1, 1, 4)))
                 self.scheduler.add(samples[-1])
         self.num_tickets += count
@@ -79,7 +80,43 @@ def test_a_client_that_has_cancelled_its_queue_starts_anew():
     assert queue.run(2) == "bb"
     queue.submit("a", 1)
     assert "a" in queue.run(2)
-    assert not queue.scheduler._rounds._last.keys() - {"b"}
+    assert not queue.scheduler._rounds[0]._last.keys() - {"b"}
+
+
+def test_the_lowest_priority_comes_first_and_clients_take_turns_within_each():
+    queue = Queue()
+    queue.submit("a", 50)
+    queue.submit("z", 2, priority=1)
+    assert queue.run(20) == "a" * 20
+    queue.submit("b", 30, priority=-5)
+    queue.submit("a", 3, priority=-5)
+    queue.submit("c", 2, priority=-7)
+    assert queue.run(2) == "cc"
+    assert queue.run(6) == "bababa"  # "a" waits behind none of its own of another priority
+    queue.submit("d", 1, priority=-5)
+    assert "d" in queue.run(2)
+    queue.run(26)
+    queue.submit("e", 1)
+    assert queue.run(2) == "ea"  # as if the others had never come
+    assert queue.run(31) == "a" * 29 + "zz"
+    assert not queue.scheduler._rounds
+
+
+def test_the_highest_priority_is_preempted_first():
+    scheduler = Scheduler(Capacity(1, 1, 4, num_pages=6, max_running=3, chunk=4))
+    samples = []
+    for ticket, priority in enumerate((5, 0, 3)):
+        request = Request(PROMPT + ticket, jkv.full(), jkv.Sampling(), 0, 0, 0, 12, (), priority=priority)
+        samples.append(Sample(ticket, 0, request, Completion(), jkv.full().most_pages(3, 12, 1, 1, 4)))
+        scheduler.add(samples[-1])
+    assert len(scheduler.next().admit) == 3
+    gone = []
+    for _ in range(3):
+        for sample in scheduler.running.values():
+            sample.generated += 4
+            sample.row.filled = sample.row.filled + 4
+        gone += scheduler.next().swap_out.values()
+    assert [sample.request.priority for sample in gone] == [5, 3]
 
 
 def test_a_preempted_sample_keeps_its_rank():

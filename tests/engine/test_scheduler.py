@@ -161,11 +161,11 @@ def play(seed, num_turns, order="arrival"):
         assert scheduler.reserved <= capacity.num_pages
         for sample in turn.swap_out.values():
             assert not sample.request.policy.is_bounded, "a bounded sample was preempted"
-            younger = [other for other in scheduler.running.values() if other.priority > sample.priority]
+            younger = [other for other in scheduler.running.values() if other.rank > sample.rank]
             assert all(other.request.policy.is_bounded for other in younger), "an older sample was preempted first"
         fresh = [sample for sample in turn.admit.values() if sample.generated == 0 and not sample.is_swapped]
-        firsts = [sample.priority for sample in fresh if sample.completion.preemptions == 0]
-        admitted += [priority for priority in firsts if priority not in admitted]  # after a reset for a second time
+        firsts = [sample.rank for sample in fresh if sample.completion.preemptions == 0]
+        admitted += [rank for rank in firsts if rank not in admitted]  # after a reset for a second time
         counts["preempted"] += len(turn.swap_out)
         counts["forked"] += sum(sample.is_forking for sample in turn.admit.values())
         runner.execute(turn)

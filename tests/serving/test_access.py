@@ -28,7 +28,7 @@ def guarded(chat_model):
     """A server with keys, a trainer's, names and pages."""
     options = with_own_names(ServerOptions(hosts=("box.local",)), listen("127.0.0.1", 0))
     keys = {"api_key": "key-one", "api_keys": {"key-two": "ann"}, "trainer_key": "key-three"}
-    one = Running(make_engine(chat_model), hosts=options.hosts, origins=(PAGE,), **keys)
+    one = Running(make_engine(chat_model), hosts=options.hosts, origins=(PAGE,), priorities=("ann",), **keys)
     add_routes(one.app, TrainerOptions())
     yield one
     one.close()
@@ -75,6 +75,31 @@ def test_each_key_has_a_name_in_the_log_and_opens_what_is_its_own(guarded, caplo
     assert httpx.post(guarded.url + "/v1/completions", json=BODY, headers={"authorization": "Basic key-one"}).status_code == 401
 
 
+def test_only_keys_that_the_operator_names_set_a_priority(guarded, monkeypatch):
+    found, server = [], guarded.app.state.server
+    submit = server.submit
+    monkeypatch.setattr(server, "submit", lambda job, *rest: (found.append(job.groups[0][0].priority), submit(job, *rest))[1])
+    body = {"token_ids": [5, 6], "max_tokens": 1, "priority": -3}
+    for path, given in (
+        ("/v1/completions", BODY | {"priority": "-3"}),
+        ("/generate", body),
+        ("/generate", {"token_ids": [5], "max_tokens": 1, "sampling_params": {"priority": -3}}),
+    ):
+        for key in ("key-three",) if path == "/generate" else ("key-one", "key-two", "key-three"):
+            headers = {"authorization": f"Bearer {key}"}
+            answer = httpx.post(guarded.url + path, json=given, headers=headers, timeout=60)
+            assert answer.status_code == 200, answer.text
+            assert answer.headers.get("x-jkv-ignored") == (None if key == "key-two" else "priority")
+            assert found.pop() == (-3 if key == "key-two" else 0)
+    headers = {"authorization": "Bearer key-two"}
+    answer = httpx.post(guarded.url + "/v1/completions", json=BODY | {"priority": 0.5}, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "priority")
+    everyone = ServerOptions(priorities=("*",))
+    assert everyone.may_order("")
+    assert everyone.may_order("ann")
+    assert not ServerOptions().may_order("")
+
+
 def test_pages_of_named_sites_may_call_it(guarded):
     asked = {"origin": PAGE, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
     answer = httpx.options(guarded.url + "/v1/completions", headers=asked)
@@ -113,6 +138,8 @@ def test_an_error_shows_no_folder_of_the_machine():
         ({"origins": ("page.example",)}, "origins"),
         ({"origins": ("https://page.example/a",)}, "origins"),
         ({"tool_form": "xml"}, "tool_form"),
+        ({"priorities": ("ann",)}, "priorities"),
+        ({"priorities": ("trainer",)}, "priorities"),
     ],
     ids=str,
 )
