@@ -8,7 +8,8 @@ from jkv.errors import InputError
 from jkv.forms.expressions import EMPTY, Expression, Repeat, chain, either, text
 from jkv.forms.json_schema import ANNOTATIONS, expression_of_schema
 from jkv.forms.json_values import COLON, COMMA, GAP, object_of
-from jkv.forms.tagged_calls import LINE, call_in_tags
+from jkv.forms.tagged_calls import LINE, call_in_tags, check_name
+from jkv.reasoning.channels import CHANNEL, FUNCTIONS, MESSAGE, RECIPIENT
 from jkv.reasoning.tool_calls import FORMS, CallForm
 
 ARGUMENTS = {"hermes": "arguments", "llama3": "parameters", "mistral": "arguments"}  # the member that has them
@@ -29,6 +30,8 @@ def expression_of_calls(value: Sequence[Any], spell: Spell) -> Expression:
         whole = either(call_in_tags(name, form.tags, one, schema, spell) for one, schema in functions.items())
         return repeated(chain(spell(form.begin), LINE if name != "glm" else EMPTY, whole, LINE, spell(form.end)), has_many)
     arguments = {one: arguments_of(schema, one) for one, schema in functions.items()}
+    if form.has_channels:  # one call ends a completion
+        return either(in_channel(one, each, spell) for one, each in arguments.items())
     whole = either(call_of(ARGUMENTS[name], one, each) for one, each in arguments.items())
     if name == "llama3":  # without a mark between them, several would be no answer of calls alone
         return whole
@@ -38,6 +41,24 @@ def expression_of_calls(value: Sequence[Any], spell: Spell) -> Expression:
     named = either(chain(begin, text(one), spell("[ARGS]"), each) for one, each in arguments.items())
     listed = chain(begin, GAP, text("["), whole, Repeat(chain(COMMA, GAP, whole), 0, None if has_many else 0), text("]"))
     return either([listed, Repeat(named, 1, most)])
+
+
+def in_channel(name: str, arguments: Expression, spell: Spell) -> Expression:
+    """A call as a message of the harmony format (`jkv.reasoning.channels`)."""
+    check_name(name, RECIPIENT.search(f"to={name}<"))
+    begin, end = spell(f"{CHANNEL}commentary to={FUNCTIONS}"), spell(f" <|constrain|>json{MESSAGE}")
+    return chain(begin, text(name), end, arguments)
+
+
+def messages_before(call: Expression, spell: Spell, up_to: Callable[[str], Expression]) -> tuple[Expression, Expression]:
+    """A call after any messages that are not the answer; and the same where the first of them has begun.
+
+    `up_to` is any text up to a mark.
+    """
+    body = chain(up_to("<|end|>"), spell("<|start|>assistant"))
+    channel = chain(spell(CHANNEL), either(map(spell, ("analysis", "commentary"))), spell(MESSAGE))
+    whole = chain(Repeat(chain(channel, body)), call)
+    return whole, chain(body, whole)
 
 
 def repeated(call: Expression, has_many: bool) -> Expression:

@@ -15,6 +15,7 @@ from jkv.forms.grammars import Grammar, grammar_alone, llguidance
 from jkv.forms.json_schema import any_json_object, expression_of_schema
 from jkv.forms.patterns import expression_of
 from jkv.forms.vocabulary import Vocabulary
+from jkv.reasoning.tool_calls import FORMS
 
 KINDS = ("json", "schema", "regex", "choice", "calls", "grammar")
 MOST_TEXT = 1_000_000  # characters of a form
@@ -56,6 +57,11 @@ class Form:
     def matches(self, answer: str) -> bool:
         """Whether a text is of the form."""
         return acceptor_of(self).accepts(answer.encode())
+
+    @property
+    def has_channels(self) -> bool:
+        """Whether its answers are messages in channels."""
+        return self.kind == "calls" and FORMS[json_texts.loads(self.value)[0]].has_channels
 
     def expression_in(self, vocabulary: Vocabulary | None = None) -> Expression:
         """The texts that it allows; tool calls with the marks of a vocabulary, or with marks letter by letter."""

@@ -14,6 +14,7 @@ import numpy as np
 from jkv.checks import shown
 from jkv.errors import InputError
 from jkv.forms.automaton import DEAD, Automaton, alive, automaton_of, reached, too_large
+from jkv.forms.calls import messages_before
 from jkv.forms.expressions import Chain, Either, Expression, Repeat
 from jkv.forms.form import Form
 from jkv.forms.vocabulary import NEWLINE, Vocabulary, vocabulary_of
@@ -59,7 +60,11 @@ def table_of(form: Form, tokenizer: Any, vocab_size: int) -> Table:
       ValueError: the tokens cannot write the form, or the table is too large.
     """
     vocabulary = vocabulary_of(tokenizer, vocab_size)
-    expressions = with_thinking(form.expression_in(vocabulary), vocabulary)
+    answer = form.expression_in(vocabulary)
+    if form.has_channels:
+        expressions = answer, *messages_before(answer, vocabulary.expression, vocabulary.up_to)
+    else:
+        expressions = with_thinking(answer, vocabulary)
     table = over_tokens(automaton_of(*expressions, num_symbols=vocabulary.num_symbols), vocabulary)
     if DEAD in table.starts:
         rule = "{field} must be one that the model's tokens can write; got {got}, for which some are missing."

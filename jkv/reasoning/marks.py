@@ -22,10 +22,12 @@ class Marks(NamedTuple):
     Attributes:
       begin: before the thinking; a chat template may have written it at the end of the prompt.
       ends: any of them ends the thinking. The one that begins first counts, and of these the longest.
+      calls: what else ends it where the model calls functions (`jkv.reasoning.channels`).
     """
 
     begin: str
     ends: tuple[str, ...]
+    calls: tuple[str, ...] = ()
 
     def cut(self, text: str) -> tuple[str, str, str]:
         """What is before the mark that ends the thinking, that mark, and what is after it, as `str.partition` gives them.
@@ -51,7 +53,8 @@ class Marks(NamedTuple):
 
 TAGS = Marks(THINK, (END_OF_THINKING,))
 FINAL = "<|channel|>final<|message|>"
-HARMONY = Marks("<|channel|>analysis<|message|>", ("<|end|><|start|>assistant" + FINAL, FINAL))
+CALLS = ("<|channel|>commentary", "<|start|>assistant to=")
+HARMONY = Marks("<|channel|>analysis<|message|>", ("<|end|><|start|>assistant" + FINAL, FINAL), CALLS)
 CHANNEL = Marks("<|channel>thought", ("<channel|>",))
 SPECIAL = {HARMONY: ("<|start|>", "<|end|>", "<|channel|>", "<|message|>"), CHANNEL: ("<|channel>", "<channel|>")}
 

@@ -9,7 +9,7 @@ import re
 import secrets
 import string
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from jkv.reasoning.json_calls import JsonCallReader
 from jkv.reasoning.tagged_calls import GLM_TAGS, QWEN_TAGS, TaggedCallReader, Tags
@@ -31,6 +31,7 @@ class CallForm:
       tags: the tags of its arguments; None for JSON.
       has_names: whether a function's name may stand before its arguments.
       id_length: characters of a call's id, where the template asks for a certain number.
+      has_channels: whether answers are messages in channels, which `jkv.reasoning.channels` reads.
     """
 
     name: str
@@ -40,6 +41,7 @@ class CallForm:
     tags: Tags | None = None
     has_names: bool = False
     id_length: int = 0
+    has_channels: bool = False
 
     def reader(self, functions: Mapping[str, Any]) -> JsonCallReader | TaggedCallReader:
         """A reader of one call; without a mark, only calls of known functions are calls."""
@@ -57,6 +59,7 @@ class CallForm:
 FORMS = {
     form.name: form
     for form in (  # the first one whose sign is in a template is the template's
+        CallForm("harmony", ("<|channel|>commentary",), has_channels=True),
         CallForm("qwen3_coder", ("<function=",), "<tool_call>", "</tool_call>", QWEN_TAGS),
         CallForm("glm", ("<arg_key>",), "<tool_call>", "</tool_call>", GLM_TAGS),
         CallForm("mistral", ("[TOOL_CALLS]",), "[TOOL_CALLS]", has_names=True, id_length=9),
@@ -92,8 +95,14 @@ class CallPiece:
     arguments: str
 
 
+class Thought(NamedTuple):
+    """New text of the thinking."""
+
+    text: str
+
+
 Step = tuple[str, CallPiece | None]  # new text, and a piece of a call
-Segment = str | CallPiece  # of an answer, in its order
+Segment = str | CallPiece | Thought  # of an answer, in its order
 
 
 class CallSplitter:
@@ -217,3 +226,12 @@ def apart(segments: Iterable[Segment]) -> tuple[str, list[CallPiece]]:
     segments = list(segments)
     text = "".join(one for one in segments if isinstance(one, str))
     return text, [one for one in segments if isinstance(one, CallPiece)]
+
+
+def thinking_in(segments: Iterable[Segment]) -> str:
+    """The thinking of an answer.
+
+    >>> thinking_in([Thought("3*7"), "So", Thought("=21")])
+    '3*7=21'
+    """
+    return "".join(one.text for one in segments if isinstance(one, Thought))

@@ -12,7 +12,7 @@ from jkv.engine.outputs import Event
 from jkv.engine.service import Ticket
 from jkv.model.params import Model
 from jkv.reasoning.marks import marks_of
-from jkv.reasoning.tool_calls import CallPiece, Segment
+from jkv.reasoning.tool_calls import CallPiece, Segment, Thought
 from jkv.serving.jobs import Job
 from jkv.serving.requests import ChatFields
 from jkv.serving.responses import FAILURES, AnswerReader, describe_failure
@@ -71,11 +71,10 @@ class AnswerParts:
 
     def push(self, text: str, is_last: bool) -> list[Change]:
         """Adds the next piece of text, or the last one."""
-        pieces, changes = self._answer.push(text, is_last), list[Change]()
-        if pieces.reasoning and self._has_reasoning:
-            changes += self._add("reasoning", pieces.reasoning)
-        for segment in pieces.answer:
-            changes += self._add_segment(segment)
+        changes = list[Change]()
+        for segment in self._answer.push(text, is_last):
+            if self._has_reasoning or not isinstance(segment, Thought):
+                changes += self._add_segment(segment)
         if is_last:
             if not self.parts:
                 changes += self._begin(Part(0, "text", new_id()))
@@ -89,6 +88,8 @@ class AnswerParts:
     def _add_segment(self, segment: Segment) -> list[Change]:
         if isinstance(segment, str):
             return self._add("text", segment)
+        if isinstance(segment, Thought):
+            return self._add("reasoning", segment.text)
         changes = []
         if segment.index != self._call:
             changes = self._begin(self._called(segment))
@@ -101,10 +102,10 @@ class AnswerParts:
         return Part(len(self.parts), "call", self._calls.form.new_id(), piece.name)
 
     def _add(self, kind: Kind, text: str) -> list[Change]:
-        changes = (
-            [] if self._open is not None and self._open.kind == kind else self._begin(Part(len(self.parts), kind, new_id()))
-        )
-        return changes + self._more(text)
+        if self._open is not None and self._open.kind == kind:
+            return self._more(text)
+        changes = self._begin(Part(len(self.parts), kind, new_id()))
+        return changes + self._more(text.removeprefix("\n") if len(self.parts) > 1 else text)  # a break between messages
 
     def _begin(self, part: Part) -> list[Change]:
         changes = self._end()

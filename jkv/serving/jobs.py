@@ -33,6 +33,7 @@ from jkv.eviction.byte_budget import in_slots
 from jkv.forms import Form
 from jkv.model.params import Model
 from jkv.model.sampling import Sampling
+from jkv.reasoning.channels import ChannelReader
 from jkv.reasoning.marks import MOST_MARK, marks_of
 from jkv.reasoning.tool_calls import FORMS, CallForm, CallSplitter, form_of
 from jkv.serving.form_fields import form_of_calls
@@ -155,8 +156,10 @@ class Calls:
     functions: Mapping[str, Any]
     has_many: bool = True
 
-    def splitter(self) -> CallSplitter:
-        """A splitter for one answer."""
+    def reader(self, thinks: bool) -> CallSplitter | ChannelReader:
+        """A reader of one answer; `thinks` says whether its prompt ends in thinking."""
+        if self.form.has_channels:
+            return ChannelReader(self.functions, self.has_many, thinks)
         return CallSplitter(self.form, self.functions, self.has_many)
 
 

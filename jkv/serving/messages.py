@@ -9,6 +9,7 @@ from jkv.errors import InputError
 
 ROLES = ("developer", "system", "user", "assistant", "tool")
 MOST_TOOLS = 1024  # of a request
+REASONING = ("thinking", "reasoning_content", "reasoning")  # names of a message's reasoning
 OWN = ("content", "tool_calls")  # fields of a message that need not be texts
 
 
@@ -43,6 +44,9 @@ def plain(message: Any, template: str = "") -> Any:
         found["role"] = known_role(role, template)
     if isinstance(message.get("content"), list):
         found["content"] = "".join(map(part_text, message["content"]))
+    if ".thinking" in template and role == "assistant":  # gpt-oss's name for it; beside calls it takes no content as well
+        reasoning = next((found[name] for name in REASONING if found.get(name)), "")
+        found["thinking"] = "" if calls and found.get("content") else reasoning
     if not calls:
         found.pop("tool_calls", None)
         return found

@@ -13,10 +13,11 @@ from jkv.engine.results import Result
 from jkv.engine.service import Ticket
 from jkv.engine.stats import SampleStats
 from jkv.model.params import Model
+from jkv.reasoning.channels import ChannelReader
 from jkv.reasoning.marks import TAGS, Marks, completion_decoder, marks_of
 from jkv.reasoning.token_bytes import PartReader
 from jkv.reasoning.token_text import decoder_of
-from jkv.reasoning.tool_calls import CallPiece, Segment, apart
+from jkv.reasoning.tool_calls import CallPiece, Segment, Thought, apart, thinking_in
 from jkv.serving.jobs import Calls, Job
 from jkv.serving.requests import ChatFields, CompletionFields, Fields
 
@@ -26,13 +27,6 @@ class Parts(NamedTuple):
 
     reasoning: str
     content: str
-
-
-class Pieces(NamedTuple):
-    """What an answer that may call tools goes on with: its reasoning, then text and pieces of calls in their order."""
-
-    reasoning: str
-    answer: list[Segment]
 
 
 class ReasoningSplitter:
@@ -121,20 +115,23 @@ class AnswerReader:
 
     def __init__(self, marks: Marks, thinks: bool, calls: Calls | None) -> None:
         self._reasoning, self.calls = ReasoningSplitter(thinks, marks), calls
-        self._splitter = None if calls is None else calls.splitter()
+        self._reader = None if calls is None else calls.reader(thinks)
         self.has_calls = False
 
-    def push(self, text: str, is_last: bool) -> Pieces:
-        """Adds the next piece of text, or the last one."""
-        reasoning, content = self._reasoning.push(text)
-        if is_last:
-            last = self._reasoning.finish()
-            reasoning, content = reasoning + last.reasoning, content + last.content
-        if self._splitter is None:
-            return Pieces(reasoning, [content] if content else [])
-        answer = self._splitter.read(content, is_last=False) + (self._splitter.read("", is_last=True) if is_last else [])
-        self.has_calls |= any(isinstance(one, CallPiece) for one in answer)
-        return Pieces(reasoning, answer)
+    def push(self, text: str, is_last: bool) -> list[Segment]:
+        """Adds the next piece of text, or the last one; what is certain, in its order."""
+        if isinstance(self._reader, ChannelReader):
+            found = self._reader.read(text, is_last)
+        else:
+            reasoning, content = self._reasoning.push(text)
+            if is_last:
+                last = self._reasoning.finish()
+                reasoning, content = reasoning + last.reasoning, content + last.content
+            answer: list[Segment] = [content] if self._reader is None else self._reader.read(content, is_last=False)
+            answer += self._reader.read("", is_last=True) if self._reader is not None and is_last else []
+            found = [one for one in (Thought(reasoning) if reasoning else "", *answer) if one]
+        self.has_calls |= any(isinstance(one, CallPiece) for one in found)
+        return found
 
     def tool_calls(self, pieces: Sequence[CallPiece]) -> list[dict[str, Any]]:
         """The calls of a message, or of a stream's delta, each with its index; the first piece of a call gives it an id."""
@@ -172,7 +169,8 @@ def num_reasoning_tokens(tokens: Sequence[int], thinks: bool, begin: Sequence[in
 def num_thought(model: Model, tokens: Sequence[int], thinks: bool) -> int:
     """The number of a completion's tokens up to the end of its thinking, by the model's own marks."""
     marks = marks_of(model.tokenizer)
-    begin, *ends = (model.tokenizer.encode(mark, add_special_tokens=False) for mark in (marks.begin, *marks.ends))
+    known = marks.begin, *marks.ends, *marks.calls
+    begin, *ends = (model.tokenizer.encode(mark, add_special_tokens=False) for mark in known)
     return num_reasoning_tokens(tokens, thinks, begin, ends)
 
 
@@ -242,8 +240,9 @@ def reason_of(reason: str) -> str | None:
 
 def message_of(text: str, reader: AnswerReader, includes_reasoning: bool = False) -> dict[str, Any]:
     """A chat message with its reasoning and its tool calls, if it has any."""
-    reasoning, answer = reader.push(text, is_last=True)
-    content, pieces = apart(answer)
+    segments = reader.push(text, is_last=True)
+    content, pieces = apart(segments)
+    reasoning = thinking_in(segments)
     calls = [{name: value for name, value in call.items() if name != "index"} for call in reader.tool_calls(pieces)]
     message = {"role": "assistant", "content": None if calls and not content else content}
     return message | ({"tool_calls": calls} if calls else {}) | reasoning_fields(reasoning if includes_reasoning else "")

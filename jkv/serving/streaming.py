@@ -18,7 +18,7 @@ from jkv.model.params import Model
 from jkv.reasoning.marks import completion_decoder, marks_of
 from jkv.reasoning.token_bytes import PartReader
 from jkv.reasoning.token_text import decoder_of
-from jkv.reasoning.tool_calls import apart
+from jkv.reasoning.tool_calls import apart, thinking_in
 from jkv.serving.errors import error_body
 from jkv.serving.jobs import Job
 from jkv.serving.requests import ChatFields, CompletionFields, Fields
@@ -198,8 +198,8 @@ class ChatChunks:
     def of(self, index: int, event: Event) -> list[dict[str, Any]]:
         """The chunks of an event. The role comes with the first tokens: a client that times its first chunk times them."""
         answer, fields = self.answers[index], self.fields
-        reasoning, segments = answer.push(event.text or "", is_last=bool(event.finish_reason))
-        content, pieces = apart(segments)
+        segments = answer.push(event.text or "", is_last=bool(event.finish_reason))
+        reasoning, (content, pieces) = thinking_in(segments), apart(segments)
         delta: dict[str, Any] = reasoning_fields(reasoning if fields.include_reasoning else "")
         delta |= ({"content": content} if content else {}) | ({"tool_calls": answer.tool_calls(pieces)} if pieces else {})
         more: dict[str, Any] = {"token_ids": event.tokens} if fields.return_token_ids else {}

@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 import jkv
 from jkv.engine.results import split_text
 from jkv.reasoning.marks import CHANNEL, FINAL, HARMONY, TAGS, after_thinking, completion_decoder, marks_of
 from jkv.serving.responses import AnswerReader, ReasoningSplitter, message_of, num_reasoning_tokens
 from jkv.testing import TINY, TinyTokenizer, tiny_model
+from tests.support.small_tokenizers import with_special
 
 TEXT = f"{HARMONY.begin}3*7=1, so <d> is 1.\n<|end|><|start|>assistant{FINAL}d=1 <|x|>"
 SPECIAL = ["<|return|>", "<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|endoftext|>"]
@@ -22,24 +21,14 @@ SPECIAL = ["<|return|>", "<|start|>", "<|end|>", "<|channel|>", "<|message|>", "
 THOUGHT = "<|channel>thought\n3*7=1, so <d> is 1.\n<channel|>d=1 <|x|>"
 
 
-def tokenizer_with(special):
-    """A tokenizer with these special tokens; any other byte is a token."""
-    alphabet = {byte: i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(alphabet, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    fast.add_special_tokens({"additional_special_tokens": special})
-    return fast
-
-
 @pytest.fixture(scope="module")
 def harmony():
-    return tokenizer_with(SPECIAL)
+    return with_special(SPECIAL)
 
 
 @pytest.fixture(scope="module")
 def gemma():
-    return tokenizer_with(["<|turn>", "<turn|>", "<|think|>", "<|channel>", "<channel|>"])
+    return with_special(["<|turn>", "<turn|>", "<|think|>", "<|channel>", "<channel|>"])
 
 
 def in_pieces(text, cuts, thinks=False, marks=HARMONY):
@@ -97,7 +86,7 @@ def test_a_tokenizer_with_the_marks_keeps_them_in_the_text_and_drops_other_speci
 
 
 def test_special_tokens_without_a_name_are_dropped_too():
-    tokenizer = tokenizer_with(SPECIAL)
+    tokenizer = with_special(SPECIAL)
     tokenizer.backend_tokenizer.add_special_tokens(["<|call|>"])
     assert "<|call|>" not in tokenizer.all_special_tokens
     assert completion_decoder(tokenizer)(tokenizer.encode("<|end|>a<|call|>")) == "<|end|>a"

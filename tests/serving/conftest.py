@@ -131,16 +131,24 @@ def scripted():
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer = with_end(backend)
     tokenizer.chat_template = TOOL_TEMPLATE
-    model = tiny_model(config=dataclasses.replace(TINY, vocab_size=257, end_ids=(256,)), tokenizer=tokenizer)
-    engine = jkv.Engine(model, max_running=2, max_slots=1536, page_size=16, chunk=8, max_stop_ids=257)
+    one = scripted_server(tokenizer, (256,), lambda text: [*text.encode()])
+    yield one
+    one.close()
+
+
+def scripted_server(tokenizer, end_ids, encode):
+    """A server whose model writes the tokens of its `text`."""
+    size = len(tokenizer)
+    model = tiny_model(config=dataclasses.replace(TINY, vocab_size=size, end_ids=end_ids), tokenizer=tokenizer)
+    engine = jkv.Engine(model, max_running=2, max_slots=1536, page_size=16, chunk=8, max_stop_ids=size)
     one = Running(engine, policy="full", settings={})
     server, make_job = one.app.state.server, one.app.state.server.make_job
     one.text = ""
 
     async def forced_job(fields, last):
         job = await make_job(fields, last)
-        tokens = np.array([*one.text.encode()], np.int32)
-        changes = {"stop_ids": tuple(range(257))}  # whatever is drawn after the text ends it
+        tokens = np.array(encode(one.text), np.int32)
+        changes = {"stop_ids": tuple(range(size))}  # whatever is drawn after the text ends it
         groups = [
             [dataclasses.replace(each, forced=tokens[: each.max_new_tokens], **changes) for each in group]
             for group in job.groups
@@ -148,8 +156,7 @@ def scripted():
         return dataclasses.replace(job, groups=groups)
 
     server.make_job = forced_job
-    yield one
-    one.close()
+    return one
 
 
 @pytest.fixture

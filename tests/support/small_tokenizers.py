@@ -2,7 +2,7 @@
 
 import functools
 
-from tokenizers import AddedToken, Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from jkv.reasoning.token_bytes import byte_characters
@@ -34,3 +34,13 @@ def with_end(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     """The tokenizer of transformers, with the special token END."""
     tokenizer.add_special_tokens([AddedToken(END, special=True)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, clean_up_tokenization_spaces=False)
+
+
+def with_special(texts: list[str]) -> PreTrainedTokenizerFast:
+    """A tokenizer with these special tokens; any other byte is a token."""
+    alphabet = {byte: i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(alphabet, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    fast.add_special_tokens({"additional_special_tokens": texts})
+    return fast
