@@ -28,7 +28,7 @@ from jkv.engine.service import MODES
 from jkv.errors import InputError
 from jkv.model.params import LowRank, Model, Params
 from jkv.model.weights import check_config
-from jkv.serving.app import Endpoint, Server, id_of
+from jkv.serving.app import Endpoint, Server, header_of, id_of
 from jkv.serving.errors import RefusalError
 from jkv.serving.jobs import Job, gathered, until_gone
 from jkv.serving.requests import PROCESSED, CompletionFields
