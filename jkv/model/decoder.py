@@ -343,9 +343,13 @@ def products(x: Float[Array, "*B fan_in"], *weights: Any, dtype: Any = None) -> 
 
 
 def with_adapter(x: Float[Array, "*B fan_in"], weight: LowRank, dtype: Any) -> Float[Array, "*B fan_out"]:
-    """`x` times a matrix and its adapter."""
-    added = times(times(x, weight.down), weight.up, dtype)
-    return times(x, weight.base, dtype) + added * weight.scale
+    """`x` times a matrix and its adapter, which is rounded to the dtype of `x` first: a trainer's may be in float32.
+
+    Otherwise float32 adapters would turn all activations of a bfloat16 model into float32.
+    """
+    down, up = weight.down.astype(x.dtype), weight.up.astype(x.dtype)
+    base, added = times(x, weight.base, dtype), times(times(x, down), up, dtype)
+    return base + (added * weight.scale).astype(base.dtype)
 
 
 def with_adapters_by_row(x: Float[Array, "B *T fan_in"], weight: ByRow, dtype: Any) -> Float[Array, "B *T fan_out"]:

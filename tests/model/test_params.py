@@ -117,6 +117,20 @@ def params_of(adapters):
     )
 
 
+def test_adapters_in_float32_leave_a_bfloat16_model_in_bfloat16():
+    """Or every activation, and what a gradient keeps, would take twice the memory."""
+    given = adapted(jax.tree.map(lambda x: x.astype(jnp.bfloat16), init_params(UNTIED, jax.random.key(0), scale=0.3)))
+    weight = given.layers[0].query
+    weight = weight.replace(down=weight.down.astype(jnp.float32), up=weight.up.astype(jnp.float32))
+    x = jax.random.normal(jax.random.key(1), (2, 3, UNTIED.width), jnp.bfloat16)
+    found = decoder.times(x, weight)
+    assert found.dtype == jnp.bfloat16
+    assert decoder.times(x, weight, jnp.float32).dtype == jnp.float32
+    x, base, down, up = (np.asarray(one, np.float64) for one in (x, weight.base, weight.down, weight.up))
+    size = np.abs(x) @ (np.abs(base) + weight.scale * np.abs(down) @ np.abs(up))
+    assert (np.abs(np.asarray(found, np.float64) - x @ (base + weight.scale * down @ up)) < 2**-7 * size).all()
+
+
 def test_a_weight_that_fits_no_shape_is_left_for_the_caller_to_refuse():
     weight = jnp.zeros((3, 5))
     assert fold(weight, (4, 4)) is weight
