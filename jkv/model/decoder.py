@@ -136,17 +136,32 @@ def forward(
         hidden = hidden if weights.layer_scale is None else hidden * weights.layer_scale.astype(hidden.dtype)
         return hidden, hidden if next_norm is None else norm(config, hidden, next_norm), cache, stored
 
-    step = jax.checkpoint(through, static_argnums=0) if remat else through
+    @functools.partial(jax.checkpoint, static_argnums=0)
+    def keeping_stream(
+        layer: int,
+        weights: LayerParams,
+        hidden: Array,
+        cache: Any,
+        stored: KeyAndValue | None,
+        own_input: Array | None,
+    ) -> tuple[Array, Any, KeyAndValue | None]:
+        """A layer of which a gradient keeps the hidden state alone, not its norm besides."""
+        normed = input_of_attention(params, layer, hidden)
+        hidden, _, cache, stored = through(layer, weights, None, hidden, normed, cache, stored, own_input)
+        return hidden, cache, stored
+
     hidden = embed(params, token)
     inputs = inputs_of_layers(params, token, hidden)
     normed = input_of_attention(params, 0, hidden)
     stored: dict[int, KeyAndValue | None] = {}  # keys and values of this pass, by the layer that they belong to
     for layer, weights in enumerate(params.layers):
         owner, own_input = config.owner_of(layer), None if inputs is None else inputs[..., layer, :]
-        hidden, normed, cache, stored[layer] = step(
-            layer, weights, before[layer], hidden, normed, cache, stored.get(owner), own_input
-        )
-    return normed, cache
+        rest = cache, stored.get(owner), own_input
+        if remat:
+            hidden, cache, stored[layer] = keeping_stream(layer, weights, hidden, *rest)
+        else:
+            hidden, normed, cache, stored[layer] = through(layer, weights, before[layer], hidden, normed, *rest)
+    return norm(config, hidden, final) if remat else normed, cache
 
 
 def input_of_attention(params: Params, layer: int, hidden: Float[Array, "*B D"]) -> Float[Array, "*B D"]:

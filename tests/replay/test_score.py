@@ -1,18 +1,23 @@
 """Scoring and replay: exact against the engine, wrong when the trace is wrong, differentiable, and small in memory."""
 
+import contextlib
 import dataclasses
+import io
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import print_saved_residuals
 
 import jkv
 from jkv.cache.attention import OPEN_END
 from jkv.model.sampling import PenaltyRows, SamplingRows
+from jkv.model.weight_shapes import init_params
 from jkv.replay.columns import Columns
-from jkv.replay.score import UNEMBED_BLOCK, token_scores
+from jkv.replay.score import UNEMBED_BLOCK, hidden_states, token_scores
+from jkv.testing import TINY
 
 PROMPTS = [[5, 1, 9], [3, 7] * 16 + [1]]
 KNOBS = {"max_new_tokens": 64, "page_size": 4, "stop_ids": (), "progress": False, "return_trace": True}
@@ -213,3 +218,18 @@ def test_a_trace_of_a_longer_text_is_refused_for_a_result_and_taken_for_its_firs
     first = jkv.score(model, long.tokens[:, :9], trace=long.trace, prompts=long.prompts, sampling=long.sampling)
     whole = jkv.score(model, long, trace=long.trace)
     np.testing.assert_allclose(first.logprobs, whole.logprobs[:, :9], atol=1e-5)
+
+
+def test_a_gradient_keeps_one_stream_of_each_layer():
+    """With `remat`, a layer more costs its hidden state; not its norm besides, and nothing that it computes."""
+    tokens, kept = 40, {}
+    for num_layers in (2, 4):
+        config = dataclasses.replace(TINY, num_layers=num_layers)
+        params = init_params(config, jax.random.key(0))
+        columns = Columns(jnp.full((1, 256), tokens), jnp.zeros((1, num_layers, config.num_kv_heads, tokens), jnp.uint8))
+        token = jnp.arange(tokens)[None] % 50
+        lines = io.StringIO()
+        with contextlib.redirect_stdout(lines):
+            print_saved_residuals(lambda given, *rest: hidden_states(given, *rest, remat=True).sum(), params, token, columns)
+        kept[num_layers] = sum(f"[1,{tokens}," in line for line in lines.getvalue().splitlines())
+    assert kept[4] - kept[2] == 2
