@@ -8,8 +8,8 @@ call, and all rows wait: small programs that swap rows or hold pieces of prompts
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -27,6 +27,33 @@ from jkv.model.sampling import DRAWS
 LOGGER = logging.getLogger("jkv")
 
 
+class Runs(Protocol):
+    """What is read of a runner (`jkv.engine.runner.Runner`, which has the meanings)."""
+
+    programs: Any
+    sharer: Any
+    state: Any
+    drafter: Any
+    meter: Any
+    capacity: Any
+    mesh: Any
+    prefill: Any
+    needs: Any
+    all_alive: Any
+    draws: str
+    is_traced: bool
+
+    @property
+    def params(self) -> Any: ...
+    def rows_of(self, running: dict[int, Sample]) -> Any: ...
+    def kinds_for(self, rows: Any) -> tuple[str, set[str]]: ...
+    def settings_for(self, rows: Any, names: Collection[str]) -> tuple[Any, Any]: ...
+    def parts_of_prompts(self, row: int, sample: Sample) -> Any: ...
+    def compaction_of(self, request: Request) -> dict[str, Any]: ...
+    def pages_to_read(self, done: int | None) -> int | None: ...
+    def pad_rows(self, rows: Sequence[int]) -> np.ndarray: ...
+
+
 class Foreseen:
     """Foresees the programs of a runner's requests; until `begin`, it foresees nothing, and programs compile at their call.
 
@@ -35,7 +62,7 @@ class Foreseen:
       draws, names: the kind of draws and the parts whose chunks are compiled, and which the next chunks may have.
     """
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Runs) -> None:
         self._apart: Apart | None = None
         self._runner, self.is_on = runner, False
         self.lower()
