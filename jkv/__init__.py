@@ -26,6 +26,7 @@ from jkv import forms, rl, testing, viz
 from jkv.analysis.analysis import Analysis, analyze
 from jkv.analysis.calibration import calibrate
 from jkv.analysis.foresee import foresee
+from jkv.analysis.head_losses import head_budgets, head_losses
 from jkv.analysis.recall import Recall, recall
 from jkv.checkpoints.adapters import load_adapter
 from jkv.checkpoints.loading import load
@@ -134,6 +135,8 @@ __all__ = [
     "evict_by",
     "forms",
     "generate",
+    "head_budgets",
+    "head_losses",
     "join_weights",
     "load",
     "load_adapter",

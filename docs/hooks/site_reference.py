@@ -168,6 +168,8 @@ GROUPS: Mapping[str, Group] = {
             "jkv.analyze",
             "jkv.calibrate",
             "jkv.recall",
+            "jkv.head_losses",
+            "jkv.head_budgets",
             "jkv.to_pandas",
             "jkv.Recall",
             "jkv.foresee",
