@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jkv.analysis.recall import Text, decode, ids_of
-from jkv.checks import check_between, shown
+from jkv.checks import check_between, shown, typed
 from jkv.engine.requests import wrong_policy
 from jkv.errors import InputError, refused
 from jkv.eviction import Policy
@@ -105,10 +105,14 @@ def head_budgets(losses: Any, budget: int, *, floor: float = 0.2, most: int | No
     array([[130,  50],
            [ 10,  10]])
     """
-    found = np.asarray(losses, float)
+    try:
+        found = np.asarray(losses, float)
+    except (TypeError, ValueError):  # lists of several lengths, or no numbers
+        found = np.zeros(0)
     if found.ndim not in (2, 3) or not found.size or not np.isfinite(found).all():
         rule = "{field} must be finite numbers, [L, K] or [texts, L, K]; got {got}. Take those of jkv.head_losses."
         raise InputError(rule, field="losses", code="wrong_type", got=shown(losses))
+    budget, floor, most = typed("budget", budget, int), typed("floor", floor, float), typed("most", most, int | None)
     check_budget(budget)
     check_between(0, 1, " of the budget", floor=floor)
     if most is not None and most < budget:
