@@ -20,34 +20,41 @@ from jkv.model.sharding import shardings
 LONGEST_NAME = 256  # characters
 
 
-class AdapterStore:
-    """Adapters by name, and their stacks on the device or mesh of the weights. Place 0 has none.
+class AdapterPlaces:
+    """Adapters by name, and what fits their places, which may be on other devices. Place 0 has none.
 
     Args:
-      params: the weights, with an array for each matrix.
+      params: the weights, or their shapes.
       num_adapters: places.
       rank: the highest rank of an adapter; lower ones are padded.
-      mesh: that of a tensor-parallel engine, of one process.
 
     Attributes:
-      stacks: `jkv.model.adapter_stacks.empty_stacks`, with adapters in some places.
+      stacks: `jkv.model.adapter_stacks.empty_stacks`, or their shapes.
       places: the place of each adapter.
     """
 
-    def __init__(self, params: Params, num_adapters: int, rank: int, mesh: Mesh | None = None) -> None:
-        if spans(mesh):
-            rule = f"A mesh of several processes holds no adapters by name; got max_adapters={num_adapters}. Leave it out."
-            raise refused(rule, max_adapters="unsupported")
-        empty = empty_stacks(params.config, 1 + num_adapters, rank, params.final_norm.dtype)
-        one_device = jax.tree.map(lambda _: weights.place_of(params), empty)
-        where = one_device if mesh is None else shardings(empty, mesh)
-        self._shapes, self.num_adapters, self.stacks = weights.shapes_of(params), num_adapters, jax.device_put(empty, where)
-        self.places: dict[str, int] = {}
-        self._write = device_program(donate_argnames="stacks", out_shardings=where)(with_place)
+    def __init__(self, params: Params, num_adapters: int, rank: int) -> None:
+        self._shapes, self.num_adapters, self.places = weights.shapes_of(params), num_adapters, dict[str, int]()
+        self.stacks: Params = jax.eval_shape(
+            lambda: empty_stacks(params.config, 1 + num_adapters, rank, params.final_norm.dtype)
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all adapters, in order."""
+        return tuple(sorted(self.places))
 
     def place_of(self, name: str) -> int:
         """The place of an adapter; 0 for the empty name."""
         return self.places[name] if name else 0
+
+    def place_for(self, name: str) -> int:
+        """The place that an adapter has, or else a free one."""
+        return self.places.get(name) or min(set(range(1, 1 + self.num_adapters)) - set(self.places.values()))
+
+    def remove(self, name: str) -> None:
+        """Lets another adapter take a place, which no row may use any more."""
+        del self.places[name]
 
     def check_known(self, name: str) -> None:
         """Refuses the name of no adapter.
@@ -56,7 +63,7 @@ class AdapterStore:
           ValueError: the known ones.
         """
         if name not in self.places:
-            raise unknown(name, sorted(self.places))
+            raise unknown(name, self.names)
 
     def check_new(self, name: Any) -> None:
         """Refuses a name that an adapter cannot get.
@@ -84,15 +91,31 @@ class AdapterStore:
         check_fits(self.stacks, found, where)
         return found
 
+
+class AdapterStore(AdapterPlaces):
+    """The places of an engine, with the stacks on the device or mesh of the weights.
+
+    Args:
+      params, num_adapters, rank: see `AdapterPlaces`.
+      mesh: that of a tensor-parallel engine, of one process.
+    """
+
+    def __init__(self, params: Params, num_adapters: int, rank: int, mesh: Mesh | None = None) -> None:
+        if spans(mesh):
+            rule = f"A mesh of several processes holds no adapters by name; got max_adapters={num_adapters}. Leave it out."
+            raise refused(rule, max_adapters="unsupported")
+        super().__init__(params, num_adapters, rank)
+        empty = empty_stacks(params.config, 1 + num_adapters, rank, params.final_norm.dtype)
+        one_device = jax.tree.map(lambda _: weights.place_of(params), empty)
+        where = one_device if mesh is None else shardings(empty, mesh)
+        self.stacks = jax.device_put(empty, where)
+        self._write = device_program(donate_argnames="stacks", out_shardings=where)(with_place)
+
     def put(self, name: str, adapters: dict[str, LowRank]) -> None:
         """Writes what `read` returned into the place of an adapter, or into a free one."""
-        place = self.places.get(name) or min(set(range(1, 1 + self.num_adapters)) - set(self.places.values()))
+        place = self.place_for(name)
         self.stacks = self._write(self.stacks, padded(self.stacks, adapters), np.int32(place))
         self.places[name] = place
-
-    def remove(self, name: str) -> None:
-        """Lets another adapter take a place, which no row may use any more."""
-        del self.places[name]
 
 
 def unknown(name: str, known: Sequence[str]) -> InputError:
@@ -100,6 +123,12 @@ def unknown(name: str, known: Sequence[str]) -> InputError:
     has = f"this engine has {', '.join(map(shown, known))}" if known else "this engine has none"
     rule = "adapter must be the name of an adapter that the engine holds; got {got}, and {has}.{near} Call add_adapter first."
     return InputError(rule, field="adapter", code="unknown_name", got=shown(name), has=has, near=did_you_mean(name, known))
+
+
+def no_places() -> InputError:
+    """The error about an engine without places for adapters."""
+    rule = "An engine takes adapters if it was built with places for them; got max_adapters=0. Build it with more."
+    return refused(rule, max_adapters="missing")
 
 
 def in_use(name: str, count: int) -> InputError:

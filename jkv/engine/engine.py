@@ -23,7 +23,7 @@ from jkv.checkpoints.adapters import Adapter
 from jkv.checks import described, size
 from jkv.engine import mesh as meshes
 from jkv.engine import row_moves, turns
-from jkv.engine.adapter_store import AdapterStore, in_use
+from jkv.engine.adapter_store import AdapterStore, in_use, no_places
 from jkv.engine.backend import run_to_end
 from jkv.engine.clocks import COMPILING, is_ready, running_seconds
 from jkv.engine.device_program import let_programs_go
@@ -53,7 +53,7 @@ from jkv.engine.runner import Flight, Runner
 from jkv.engine.samples import Completion, Sample, Status, samples_of, stop_finder, take_finished
 from jkv.engine.scheduler import Capacity, Scheduler
 from jkv.engine.stats import RunStats
-from jkv.errors import InputError, refused
+from jkv.errors import InputError
 from jkv.eviction import Needs, Policy
 from jkv.forms import Form
 from jkv.model import sharding, weights
@@ -169,13 +169,13 @@ class Engine:
 
     @property
     def version(self) -> int:
-        """The version of the weights in use: how often they, or adapters, were replaced."""
+        """The version of the weights in use: how often they, or adapters, were replaced, added or removed."""
         return self.runner.version
 
     @property
     def adapters(self) -> tuple[str, ...]:
         """The names of the adapters that requests may choose."""
-        return () if self.runner.adapters is None else tuple(sorted(self.runner.adapters.places))
+        return () if self.runner.adapters is None else self.runner.adapters.names
 
     @property
     def is_traced(self) -> bool:
@@ -602,7 +602,7 @@ class Engine:
             self._put_adapter("update_adapter", name, found)
 
     def remove_adapter(self, name: str) -> None:
-        """Frees the place of an adapter.
+        """Frees the place of an adapter, which counts as a version too.
 
         Raises:
           ValueError: an unknown name, or an adapter that unfinished samples or kept rows use; nothing is changed.
@@ -610,20 +610,20 @@ class Engine:
         adapters = self._adapter_store()
         adapters.check_known(name)
         with self.guard.owned("remove_adapter"):
-            every = (one for group in self.tickets.values() for one in group if not one.is_finished)
-            requests = [one.request for one in {*self.scheduler.running.values(), *every}]
+            requests = [one.request for group in self.tickets.values() for one in group if not one.is_finished]
             requests += [kept.request for kept in self.scheduler.kept_rows.all]
             if count := sum(request.adapter == name for request in requests):
                 raise in_use(name, count)
+            self._repaired("remove_adapter", lambda: self.runner.fill(to_end=True))  # a cancelled sample may still be filled
             with self.guard.changing_device("remove_adapter"):
+                self._use_version(self.version + 1, name)
                 adapters.remove(name)
                 del self.scheduler.versions[name]
 
     def _adapter_store(self) -> AdapterStore:
         """The adapters; an engine without places for any has none."""
         if self.runner.adapters is None:
-            rule = "An engine takes adapters if it was built with places for them; got max_adapters=0. Build it with more."
-            raise refused(rule, max_adapters="missing")
+            raise no_places()
         return self.runner.adapters
 
     def _put_adapter(self, method: str, name: str, found: dict[str, LowRank]) -> None:
@@ -717,8 +717,12 @@ class Engine:
             self.scheduler.add(sample)
         return sample.ticket
 
-    def renumber(self, version: int) -> None:
+    def renumber(self, version: int, versions: Mapping[str, int] | None = None) -> None:
         """Lets the weights that a new engine was built with count as a later version than 0; before its first request.
+
+        Args:
+          version: the number of changes so far.
+          versions: of the weights, by the adapter of the requests that use them, which is empty for none; None is `version`.
 
         Raises:
           ValueError: it has had requests.
@@ -729,6 +733,7 @@ class Engine:
             )
         with self.guard.changing_device("renumber"):
             self._use_version(version)
+            self.scheduler.versions.update(versions or {})
 
     def _use_version(self, version: int, adapter: str | None = None) -> None:
         """Numbers the weights in use, of all requests or of an adapter's; nothing starts from what older ones prefilled."""

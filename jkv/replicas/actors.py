@@ -28,7 +28,7 @@ from jkv.model import weights
 from jkv.model.params import Model
 from jkv.model.sharding import HEADS, shardings
 from jkv.replicas.options import RayOptions
-from jkv.replicas.replica import Change, Facts, Failed, Item, Lost, Message, Post, Replica, Rows
+from jkv.replicas.replica import FIRST, Change, Facts, Failed, Item, Lost, Message, Newest, Post, Replica, Rows
 from jkv.replicas.worker import Bucket, Worker, digests_of, pack, unpack
 
 T = TypeVar("T")
@@ -94,11 +94,11 @@ class Report(NamedTuple):
 class EngineActor:
     """A worker in a process of its own; an actor's methods run in threads."""
 
-    def __init__(self, spec: Spec, buckets: Sequence[Any], version: int, digests: np.ndarray) -> None:
+    def __init__(self, spec: Spec, buckets: Sequence[Any], newest: Newest, digests: np.ndarray) -> None:
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._shapes = spec.shapes
         model, options = spec.build(ray.get(list(buckets)))
-        self.worker = Worker(model, spec.policies, options, version, digests, self._messages.put)
+        self.worker = Worker(model, spec.policies, options, newest, digests, self._messages.put)
 
     def facts(self) -> tuple[Facts, int]:
         """Sizes of the engine, and the version of its weights."""
@@ -281,8 +281,11 @@ class RayReplica:
         self._call("cancel", list(numbers))
 
     def update(self, change: Change) -> None:
-        """Lets the actor take new weights from the object store."""
-        version, digests, content = change
+        """Lets the actor take new weights from the object store, or sends it an adapter."""
+        version, digests, content, _ = change
+        if digests is None:
+            self._call("update", change)
+            return
         self._watch.add(self, self.actor.update.remote([bucket for _, bucket in content], version, digests), lambda _: None)
 
     def drain(self) -> None:
@@ -344,7 +347,7 @@ class RayCarrier:
         shapes = [Shape(leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves]
         self._spec = ray.put(Spec(skeleton, shapes, list(policies), options, settings.tensor))
         content = self.put(dict(enumerate(leaves)))
-        self._weights = Change(0, digests_of(model.params), content)  # buckets of all leaves, oldest first
+        self._weights = content, FIRST, digests_of(model.params)  # buckets of all leaves, oldest first
         self._watch = Watch(settings.timeout)
 
     def put(self, leaves: Mapping[int, Any]) -> list[tuple[frozenset[int], Any]]:
@@ -352,19 +355,22 @@ class RayCarrier:
         return [(frozenset(bucket.leaves), ray.put(bucket)) for bucket in pack(leaves)]
 
     def use(self, change: Change) -> None:
-        """The newest buckets of all leaves; those that nobody needs any more are dropped."""
-        new = frozenset[int]().union(*(owned for owned, _ in change.content))
-        old = [(owned - new, reference) for owned, reference in self._weights.content]
-        self._weights = change._replace(content=[one for one in old if one[0]] + change.content)
+        """The newest buckets of all leaves, or another adapter; buckets that nobody needs any more are dropped."""
+        buckets, newest, digests = self._weights
+        if change.digests is not None:
+            new = frozenset[int]().union(*(owned for owned, _ in change.content))
+            old = [(owned - new, reference) for owned, reference in buckets]
+            buckets, digests = [one for one in old if one[0]] + change.content, change.digests
+        self._weights = buckets, newest.after(change), digests
 
     def start(self, index: int, post: Post) -> Replica:
         """An actor with the newest weights; waits until its engine is built."""
-        version, digests, buckets = self._weights
+        buckets, newest, digests = self._weights
         options = {"num_cpus": 1, "scheduling_strategy": "SPREAD", "max_concurrency": CALLS_AT_ONCE} | dict(
             self._settings.actor
         )
         kind = ray.remote(EngineActor).options(**options)  # type: ignore[attr-defined]
-        actor: Any = kind.remote(self._spec, [reference for _, reference in buckets], version, digests)
+        actor: Any = kind.remote(self._spec, [reference for _, reference in buckets], newest, digests)
         try:
             facts, version = ray.get(actor.facts.remote(), timeout=self._settings.timeout)
         except ray.exceptions.GetTimeoutError:

@@ -179,12 +179,14 @@ class Dispatcher:
             if own := sorted(member.numbers & numbers):
                 member.replica.cancel(own)  # type: ignore[union-attr]
 
-    def update(self, content: Any, digests: np.ndarray, reply: Reply[None]) -> None:
+    def update(self, content: Any, digests: np.ndarray | None, reply: Reply[None], adapter: str = "") -> None:
         """Numbers new weights, of a carrier's `put`, and brings them to all replicas; the reply is given when all use them.
+
+        With the name of an adapter, its matrices (`Change`).
 
         From here on nothing is lost if the caller waits no more: this thread alone gives the version its weights.
         """
-        change = Change(self.version + 1, digests, content)
+        change = Change(self.version + 1, digests, content, adapter)
         self.carrier.use(change)
         self.version, self._changes[change.version] = change.version, change
         self._updates.append((self.version, reply))

@@ -21,6 +21,7 @@ class RequestSettings(TypedDict, total=False):
     first_sample: int
     forced_tokens: Sequence[int] | Sequence[Sequence[int]] | None
     cache_salt: str
+    adapter: str | None
     prompt_piece: int | None
     parse_special: bool
 

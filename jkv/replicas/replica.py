@@ -114,17 +114,46 @@ class Updated(NamedTuple):
 
 
 class Change(NamedTuple):
-    """New weights, on their way to replicas.
+    """New weights, or another adapter, on their way to replicas.
 
     Attributes:
       version: their number.
-      digests: of all leaves, by which a replica knows that it has them (`jkv.replicas.worker.digests_of`).
-      content: of a carrier's `put`: the leaves that are new since the version before.
+      digests: of all leaves, by which a replica knows that it has them (`jkv.replicas.worker.digests_of`); None for an adapter.
+      content: of a carrier's `put`: the leaves that are new since the version before. Of an adapter what `Adapter` is, in host
+        memory, or None where it is removed.
+      adapter: its name; empty for the weights.
     """
 
     version: int
-    digests: np.ndarray
+    digests: np.ndarray | None
     content: Any
+    adapter: str = ""
+
+
+class Newest(NamedTuple):
+    """What a replica has that is started now, beside the weights.
+
+    Attributes:
+      version: the number of the last change.
+      versions: of the weights, by the adapter of the requests that use them, which is empty for none.
+      adapters: by name.
+    """
+
+    version: int
+    versions: Mapping[str, int]
+    adapters: Mapping[str, Any]
+
+    def after(self, change: Change) -> "Newest":
+        """The same after one more change."""
+        if not change.adapter:
+            return Newest(change.version, dict.fromkeys(self.versions, change.version), self.adapters)
+        versions, adapters = ({n: x for n, x in of.items() if n != change.adapter} for of in (self.versions, self.adapters))
+        if change.content is not None:
+            versions[change.adapter], adapters[change.adapter] = change.version, change.content
+        return Newest(change.version, versions, adapters)
+
+
+FIRST = Newest(0, {"": 0}, {})
 
 
 class Rows(NamedTuple):
@@ -172,7 +201,10 @@ class Replica(Protocol):
         """Ends items, which come back with the tokens that they have."""
 
     def update(self, change: Change) -> None:
-        """Uses new weights from the engine's next step on; then `Updated` comes. If they arrive as others, it is `Lost`."""
+        """Uses new weights, or an adapter, from the engine's next step on; then `Updated` comes.
+
+        If weights arrive as others, it is `Lost`.
+        """
 
     def drain(self) -> None:
         """Gives up all items: `Rows` come, the last message about any of them."""
@@ -222,7 +254,7 @@ class Carrier(Protocol):
         """
 
     def use(self, change: Change) -> None:
-        """Replicas that are started from now on begin with these weights."""
+        """Replicas that are started from now on begin with these weights, or with this adapter beside them."""
 
     def forget(self) -> None:
         """Lets the caller's weights go; the next `put` brings all leaves."""

@@ -24,7 +24,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jkv.checkpoints.adapters import Adapter
-from jkv.checks import check_counts, check_known, counted, shown, typed
+from jkv.checks import check_counts, check_known, counted, typed
+from jkv.engine.adapter_store import AdapterPlaces, in_use, no_places
 from jkv.engine.backend import run_to_end
 from jkv.engine.clocks import running_seconds
 from jkv.engine.engine import Engine
@@ -39,11 +40,11 @@ from jkv.engine.results import Result, make_result
 from jkv.engine.samples import Completion, Sample, samples_of, take_finished
 from jkv.engine.service import Reply, Service
 from jkv.engine.stats import RunStats, merged_stats
-from jkv.errors import InputError, refused
+from jkv.errors import refused
 from jkv.eviction import Policy
 from jkv.model import weights
 from jkv.model.joined import separate_weights
-from jkv.model.params import Model, Params
+from jkv.model.params import LowRank, Model, Params
 from jkv.model.sharding import num_parts
 from jkv.policies import full
 from jkv.progress import progress_bar
@@ -56,7 +57,6 @@ from jkv.replicas.waiting import Load
 from jkv.replicas.worker import digests_of
 
 CARRIERS = ("threads", "ray")
-NO_ADAPTERS = "Replicas hold no adapters by name; got the adapter {got}. Load the adapter's model, or use a single engine."
 NO_ROWS = (
     "A conversation of several turns goes on in the row that its last turn has left, and replicas keep no rows. "
     'Use a mesh without the axis "data", or max_turns=1.'
@@ -72,18 +72,21 @@ class Shared:
 
     Args:
       sent: digests of the weights that all replicas use; None where that is not known.
+      adapters: the names of adapters, and what fits their places; None without places.
 
     Attributes:
       update: the reply of the newest update.
-      updating: held while weights are sent.
+      updating: held while weights, or an adapter, are sent.
       waiting: held while replicas begin to rest, or to decode again.
+      every: all sessions, by their `id`.
       sessions: those that wait for samples.
       is_resting: whether the replicas decode nothing, because no session waits.
       is_asleep: whether the pools are freed.
     """
 
-    def __init__(self, sent: np.ndarray) -> None:
+    def __init__(self, sent: np.ndarray, adapters: AdapterPlaces | None) -> None:
         self.sent: np.ndarray | None = sent
+        self.adapters, self.every = adapters, weakref.WeakValueDictionary[int, Replicas]()
         self.update: Reply[None] | None = None
         self.updating, self.waiting = threading.Lock(), threading.Lock()
         self.sessions = weakref.WeakSet[Replicas]()
@@ -148,9 +151,6 @@ class Replicas:
         given = [full()] if given is None else given
         self.policies = spread_policies(given, len(given), model.params, options.kv_format)
         self.options = options
-        if options.max_adapters:
-            rule = "Replicas hold no adapters by name; got max_adapters={got}. Leave it out, or load the adapter's model."
-            raise InputError(rule, field="max_adapters", code="unsupported", got=options.max_adapters)
         check_known(CARRIERS, carrier=carrier)
         if ray is not None and carrier != "ray":
             rule = f'ray= has settings of actors; got carrier={carrier!r}. Write carrier="ray", or leave it out.'
@@ -163,7 +163,9 @@ class Replicas:
         else:
             made = ThreadCarrier(model, self.policies, options, places_of(mesh, num_replicas))
         self._model = dataclasses.replace(model, params=weights.shapes_of(model.params))  # which keeps no weights alive
-        self._numbers, self._shared = itertools.count(), Shared(digests_of(model.params))
+        sizes = options.max_adapters, options.adapter_rank
+        adapters = AdapterPlaces(self._model.params, *sizes) if options.max_adapters else None
+        self._numbers, self._shared = itertools.count(), Shared(digests_of(model.params), adapters)
         self._carrier, self._dispatcher = made, Dispatcher(made, typed("restarts", restarts, int))
         self._end = weakref.finalize(self, self._dispatcher.close)
         self.facts = next(iter(self._dispatcher.members.values())).replica.facts  # type: ignore[union-attr]
@@ -178,6 +180,7 @@ class Replicas:
         self._sent: dict[Sample, int] = {}  # the number of each of these
         self._done: queue.SimpleQueue[tuple[int, Reply[Finished]]] = queue.SimpleQueue()
         self._stats, self._stats_time = RunStats(), -STATS_SECONDS
+        self._shared.every[id(self)] = self
 
     def session(self) -> "Replicas":
         """The same replicas with separate requests, for another thread that submits. Its `close` ends the replicas for all."""
@@ -276,7 +279,7 @@ class Replicas:
         sizes = {"max_slots": facts.max_slots, "num_pages": facts.num_pages, "page_size": facts.page_size}
         request = lowered(params, request, **sizes)
         check_fits(params, request, **sizes, bytes_per_page=facts.page_bytes)
-        check_request(request, self.options)
+        check_request(request, self.options, self.adapters)
         return request
 
     def submit_requests(self, requests: Sequence[Request], on_tokens: Callable[[Event], None] | None = None) -> int:
@@ -477,8 +480,13 @@ class Replicas:
 
     @property
     def version(self) -> int:
-        """Of the newest weights: 0, and one more for each `update`."""
+        """Of the newest weights: 0, and one more for each `update`, and for each change of an adapter."""
         return self._dispatcher.version
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the adapters that requests may choose."""
+        return () if self._shared.adapters is None else self._shared.adapters.names
 
     def update(self, params: Params | Mapping[str, Any]) -> None:
         """Uses new weights everywhere, and returns when all replicas do; unfinished samples go on with them.
@@ -510,14 +518,68 @@ class Replicas:
             shared.sent = digests
 
     def add_adapter(self, name: str, adapter: Adapter) -> None:
-        """Refuses an adapter, which replicas have no places for."""
-        raise InputError(NO_ADAPTERS, field="adapter", code="unsupported", got=shown(name))
+        """Puts an adapter into a free place of every replica, and returns when all have it: see `jkv.Engine.add_adapter`.
 
-    update_adapter = add_adapter
+        A replica that is started again begins with all of them. If this call is interrupted, the adapter is there all the same.
+
+        Raises:
+          ValueError: see there; nothing is changed.
+          RuntimeError: all replicas are lost.
+        """
+        with self._changing_adapters() as adapters:
+            adapters.check_new(name)
+            found = adapters.read(adapter)
+            with deferred_interrupts():
+                adapters.places[name] = adapters.place_for(name)
+                reply = self._send_adapter(name, found)
+            reply.result()
+
+    def update_adapter(self, name: str, adapter: Adapter) -> None:
+        """Replaces an adapter in every replica; unfinished samples go on with the new one: see `jkv.Engine.update_adapter`.
+
+        Raises:
+          ValueError: an unknown name, or what `add_adapter` refuses; nothing is changed.
+          RuntimeError: all replicas are lost.
+        """
+        with self._changing_adapters() as adapters:
+            adapters.check_known(name)
+            found = adapters.read(adapter)
+            with deferred_interrupts():
+                reply = self._send_adapter(name, found)
+            reply.result()
 
     def remove_adapter(self, name: str) -> None:
-        """Refuses an adapter, which replicas have no places for."""
-        raise InputError(NO_ADAPTERS, field="adapter", code="unsupported", got=shown(name))
+        """Frees the place of an adapter in every replica.
+
+        Raises:
+          ValueError: an unknown name, or an adapter that unfinished samples of any session use; nothing is changed.
+          RuntimeError: all replicas are lost.
+        """
+        with self._changing_adapters() as adapters:
+            adapters.check_known(name)
+            with deferred_interrupts():
+                place = adapters.places.pop(name)  # from here on new requests are refused
+                sessions = [session for ref in self._shared.every.valuerefs() if (session := ref()) is not None]
+                samples = [one for session in sessions for one in (*session._new, *session._open.values())]
+                if count := sum(one.request.adapter == name for one in samples):
+                    adapters.places[name] = place
+                    raise in_use(name, count)
+                reply = self._send_adapter(name, None)
+            reply.result()
+
+    @contextlib.contextmanager
+    def _changing_adapters(self) -> Iterator[AdapterPlaces]:
+        """The places, which nobody else changes inside the block."""
+        if self._shared.adapters is None:
+            raise no_places()
+        with self._shared.updating:
+            yield self._shared.adapters
+
+    def _send_adapter(self, name: str, found: Mapping[str, LowRank] | None) -> Reply[None]:
+        """Brings an adapter to all replicas, by way of host memory, and replies when all use it; None removes it."""
+        self._shared.update = reply = Reply[None]()
+        self._dispatcher.call(self._dispatcher.update, jax.device_get(found), None, reply, name).result()
+        return reply
 
     def clear_prefix_cache(self) -> None:
         """Empties the prefix cache of each replica: see `jkv.Engine.clear_prefix_cache`."""

@@ -17,7 +17,7 @@ from jkv.eviction import Policy
 from jkv.model import weights
 from jkv.model.params import Model, Params
 from jkv.model.sharding import COPIES, HEADS, shard
-from jkv.replicas.replica import Change, Post, Replica
+from jkv.replicas.replica import FIRST, Change, Post, Replica
 from jkv.replicas.worker import Worker, digests_of
 
 
@@ -84,13 +84,13 @@ class ThreadCarrier:
         self, model: Model, policies: Sequence[Policy], options: EngineOptions, places: Sequence[Mesh | jax.Device]
     ) -> None:
         self.count, self._places, self._policies, self._options = len(places), places, policies, options
-        self._weights = model, 0, digests_of(model.params)  # the newest, their version, and their digests
+        self._weights = model, FIRST, digests_of(model.params)  # the newest, their version and adapters, and their digests
 
     def start(self, index: int, post: Post) -> Replica:
         """An engine with the newest weights, at its place."""
-        model, version, digests = self._weights
+        model, newest, digests = self._weights
         model, options = at_place(model, self._options, self._places[index])
-        return Worker(model, self._policies, options, version, digests, post)
+        return Worker(model, self._policies, options, newest, digests, post)
 
     @property
     def model(self) -> Model:
@@ -99,19 +99,21 @@ class ThreadCarrier:
 
     def forget(self) -> None:
         """Keeps the shapes of the weights alone, until the next `put`, which has all of them."""
-        model, version, digests = self._weights
-        self._weights = dataclasses.replace(model, params=weights.shapes_of(model.params)), version, digests
+        model, newest, digests = self._weights
+        self._weights = dataclasses.replace(model, params=weights.shapes_of(model.params)), newest, digests
 
     def put(self, leaves: Mapping[int, Any]) -> Mapping[int, Any]:
         """The leaves themselves; each engine copies them to its place."""
         return leaves
 
     def use(self, change: Change) -> None:
-        """The newest weights, which stay where the caller has them."""
-        model = self.model
-        old, structure = jax.tree.flatten(model.params)
-        params = jax.tree.unflatten(structure, [change.content.get(i, leaf) for i, leaf in enumerate(old)])
-        self._weights = dataclasses.replace(model, params=params), change.version, change.digests
+        """The newest weights, which stay where the caller has them, or another adapter."""
+        model, newest, digests = self._weights
+        if change.digests is not None:
+            old, structure = jax.tree.flatten(model.params)
+            params = jax.tree.unflatten(structure, [change.content.get(i, leaf) for i, leaf in enumerate(old)])
+            model, digests = dataclasses.replace(model, params=params), change.digests
+        self._weights = model, newest.after(change), digests
 
     def close(self) -> None:
         """Nothing is shared."""

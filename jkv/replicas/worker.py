@@ -19,7 +19,7 @@ from jkv.engine.samples import Sample
 from jkv.engine.service import Reply, Service, Ticket
 from jkv.eviction import Policy
 from jkv.model.params import Model
-from jkv.replicas.replica import Change, Facts, Failed, Finished, Item, Lost, Message, Post, Rows, Updated
+from jkv.replicas.replica import Change, Facts, Failed, Finished, Item, Lost, Message, Newest, Post, Rows, Updated
 
 BUCKET_BYTES = 1 << 28
 ALIGNMENT = 64  # bytes at which each array begins, so that a device of the host can read it in place
@@ -141,7 +141,8 @@ class Worker:
       model: its weights lie where the engine is to run.
       policies: what items name by their index.
       options: the engine's.
-      version, digests: of the weights.
+      newest: versions, and adapters.
+      digests: of the weights.
       post: receives messages, in the owner thread.
 
     Raises:
@@ -153,15 +154,17 @@ class Worker:
         model: Model,
         policies: Sequence[Policy],
         options: EngineOptions,
-        version: int,
+        newest: Newest,
         digests: np.ndarray,
         post: Post,
     ) -> None:
         self.policies, self._post = list(policies), post
-        check_digests(model.params, digests, version)
+        check_digests(model.params, digests, newest.version)
         self.engine = Engine(model, options, policies=self.policies)
-        self.engine.renumber(version)
-        self.facts, self.version = Facts.of(self.engine), version
+        for name, adapter in newest.adapters.items():
+            self.engine.add_adapter(name, adapter)
+        self.engine.renumber(newest.version, newest.versions)
+        self.facts, self.version = Facts.of(self.engine), newest.version
         self.tickets: dict[int, Ticket] = {}  # of items that are neither finished nor given up
         self._lock, self._earlier_chunks = threading.Lock(), 0  # those before statistics began again
         self._adding, self._is_traced = threading.Lock(), options.return_trace
@@ -239,19 +242,24 @@ class Worker:
             ticket.cancel()
 
     def update(self, change: Change) -> None:
-        """Uses new weights, and posts `Updated` once the engine does; unfinished items go on with them.
+        """Uses new weights, or an adapter, and posts `Updated` once the engine does; unfinished items go on with them.
 
         It posts `Lost` if the version does not follow the one before (an update was lost on the way), if these leaves and those
         that stay have other digests than the weights that were sent, or if the engine refuses them.
         """
-        version, digests, leaves = change
+        version, digests, content, name = change
 
         def apply(engine: Engine) -> None:
             if version != engine.version + 1:
                 raise RuntimeError(f"Weights of version {version} came to a replica of version {engine.version}.")
-            params = with_leaves(engine.model.params, leaves)
-            check_digests(params, digests, version)
-            engine.update(params)
+            if digests is not None:
+                params = with_leaves(engine.model.params, content)
+                check_digests(params, digests, version)
+                engine.update(params)
+            elif content is None:
+                engine.remove_adapter(name)
+            else:
+                (engine.update_adapter if name in engine.adapters else engine.add_adapter)(name, content)
 
         self._post_after(apply, lambda _: Updated(version))
 

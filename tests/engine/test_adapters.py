@@ -201,15 +201,6 @@ def test_a_rollout_takes_an_adapter_by_name(model):
         rollout([PROMPT[:9]], adapter="a")
 
 
-def test_replicas_refuse_adapters_by_their_names(model):
-    with jkv.Replicas(model, num_replicas=1, max_running=1, max_slots=64, page_size=4) as replicas:
-        for call in (replicas.add_adapter, replicas.update_adapter):
-            with pytest.raises(ValueError, match="Replicas hold no adapters by name; got the adapter 'a'"):
-                call("a", weights_of(model, "a"))
-        with pytest.raises(ValueError, match="got the adapter 'a'"):
-            replicas.remove_adapter("a")
-
-
 def query_of(change):
     """Changes one matrix of an adapter."""
 
@@ -277,3 +268,22 @@ def test_an_engine_without_places_refuses_adapters(model):
         jkv.Engine(model, max_adapters=-1)
     with pytest.raises(ValueError, match="adapter_rank"):
         jkv.Engine(model, max_adapters=1, adapter_rank=0)
+
+
+def test_an_adapter_leaves_and_comes_back_while_rows_of_cancelled_samples_are_there(model, engine):
+    expected = run(engine, ["b"])
+    for at_step in range(3):
+        tickets, (other,) = submit(engine, ["a", "a"]), submit(engine, ["b"])
+        for _ in range(at_step):
+            engine.step()
+        for ticket in tickets:
+            engine.cancel(ticket)
+        version = engine.version
+        engine.remove_adapter("a")
+        assert engine.version == version + 1
+        engine.add_adapter("a", weights_of(model, "a"))
+        engine.run()
+        assert_same_bits([engine.result(other)], expected)
+        for ticket in tickets:
+            engine.result(ticket)
+    assert run(engine, ["a"])[0].policy_version.max() == engine.version

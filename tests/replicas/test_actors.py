@@ -53,8 +53,8 @@ def expected(model):
     }
 
 
-def make(model, count, **options):
-    return jkv.Replicas(model, num_replicas=count, carrier="ray", policies=[POLICY], ray=RayOptions(**options), **SIZES)
+def make(model, count, sizes=SIZES, **options):
+    return jkv.Replicas(model, num_replicas=count, carrier="ray", policies=[POLICY], ray=RayOptions(**options), **sizes)
 
 
 def assert_equal(got, expected):
@@ -186,6 +186,33 @@ def test_tokens_of_a_killed_actor_are_not_lost(model, expected, chunks, restored
         out = replicas.generate(PROMPTS, **SHORT)
         assert (out.policy_version == 2).all()
         assert_equal(out, expected["short"])
+
+
+def versions_of(actor):
+    return actor.worker.engine.version, dict(actor.worker.engine.scheduler.versions)
+
+
+def test_actors_have_adapters_also_one_that_is_started_again(model):
+    sizes = SIZES | {"max_adapters": 2, "adapter_rank": 2}
+    adapted = [jkv.testing.adapted(model.params, 2, seed=seed) for seed in range(3)]
+    one = jkv.Engine(model, policies=[POLICY], **sizes)
+    one.add_adapter("a", adapted[1])
+    tickets = [one.submit(prompt, policy=POLICY, adapter="a", **SHORT) for prompt in PROMPTS]
+    one.run()
+    expected = [tokens.tolist() for ticket in tickets for tokens in one.result(ticket).tokens]
+    with make(model, 2, sizes) as replicas:
+        replicas.add_adapter("a", adapted[0])
+        replicas.add_adapter("b", adapted[2])
+        processes = in_actors(replicas, process_of)
+        os.kill(processes[0], signal.SIGKILL)
+        replicas.update_adapter("a", adapted[1])
+        replicas.remove_adapter("b")
+        while len(replicas_of(replicas)) < 2 or processes[0] in in_actors(replicas, process_of):
+            threading.Event().wait(0.05)
+        assert in_actors(replicas, versions_of) == [(4, {"": 0, "a": 3})] * 2
+        out = replicas.generate(PROMPTS, adapter="a", **SHORT)
+        assert out.tokens.tolist() == expected
+        assert set(out.policy_version.ravel().tolist()) == {3}
 
 
 def test_an_actor_that_does_not_answer_is_replaced(model, expected):

@@ -33,9 +33,9 @@ def assert_all_use(replicas, params):
     for engine in engines(replicas):
         assert engine.version == replicas.version
         np.testing.assert_array_equal(digests_of(engine.model.params), digests_of(params))
-    newest, version, digests = replicas._carrier._weights
-    assert version == replicas.version
-    for one in (digests, digests_of(newest.params)):
+    model, newest, digests = replicas._carrier._weights
+    assert newest.version == replicas.version
+    for one in (digests, digests_of(model.params)):
         np.testing.assert_array_equal(one, digests_of(params))
 
 
