@@ -40,6 +40,8 @@ OPTIONS = (
     KV_DTYPE,
     SPECULATE,
     DRAFTS,
+    Option("max_adapters", int, 0, "places for adapters that requests may choose"),
+    Option("adapter_rank", int, 16, "the highest rank of such an adapter"),
     Option("num_devices", int, 1, "that KV heads are split over"),
     Option("memory_share", float, 0.9, "of a device's memory to fill"),
     Option("memory", float, None, "of a device, in place of the vendor's", more={"metavar": "GB"}),
@@ -114,6 +116,8 @@ def run(options: argparse.Namespace) -> int:
         sampling=sampling_of(options, DRAWN),
         memory_share=options.memory_share,
         speculate=drafter_named(options.speculate, options.drafts),
+        max_adapters=options.max_adapters,
+        adapter_rank=options.adapter_rank,
     )
     text = json.dumps(dataclasses.asdict(found), indent=1)
     print(text if options.json else found)

@@ -20,6 +20,7 @@ from jkv.engine.parts.drafting import drafting_bytes
 from jkv.engine.state import empty_state
 from jkv.eviction import Needs, Policy
 from jkv.limits import MOST_ROWS
+from jkv.model.adapter_stacks import empty_stacks
 from jkv.model.eight_bits import quantise_weights
 from jkv.model.params import ModelConfig, Params
 from jkv.model.sampling import COUNTED, Sampling
@@ -45,7 +46,7 @@ class Estimate:
         and, with penalties, counts; with speculation, the tokens that a drafter sees.
       state_bytes: bytes that stay allocated between programs, without weights, at `batch` rows (one row if none fits).
       scratch: the most bytes that programs take while they run.
-      total_bytes: weights (with a gate's), state and the largest scratch.
+      total_bytes: weights (with a gate's), places for adapters, state and the largest scratch.
       mean_slots: slots of a KV head while a row decodes, averaged over time and layers.
       tokens_per_second: of all rows; a bound from the device's figures, not a measurement. None if it has no figures.
       phases: seconds of a decode step in products with the weights, attention, sampling, and the host; empty without a speed.
@@ -127,6 +128,8 @@ class Setting:
     weight_dtype: str | None = None  # of matrices in 8 bits
     speculate: Drafter | None = None
     stored: Params | None = None  # the shapes of weights in the blocks of a GGUF file
+    max_adapters: int = 0
+    adapter_rank: int = 1
 
     @functools.cached_property
     def shapes(self) -> Params:
@@ -145,6 +148,22 @@ class Setting:
     def weight_bytes(self) -> int:
         """Bytes of weights on each device."""
         return meshes.local_bytes(self.shapes, self.num_devices, self.copies)
+
+    @functools.cached_property
+    def stacks(self) -> Params | None:
+        """The shapes of the places for adapters; None without any."""
+        sizes = self.config, 1 + self.max_adapters, self.adapter_rank, self.dtype
+        return jax.eval_shape(lambda: empty_stacks(*sizes)) if self.max_adapters else None
+
+    @functools.cached_property
+    def adapter_bytes(self) -> int:
+        """Bytes of the places for adapters on each device, with the one of rows that have none."""
+        return 0 if self.stacks is None else meshes.local_bytes(self.stacks, self.num_devices, self.copies)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of one row's adapter, which programs copy: XLA moves the copies of all layers out of a chunk's loop."""
+        return self.adapter_bytes // (1 + self.max_adapters)
 
     @property
     def copies(self) -> int:
@@ -181,7 +200,7 @@ class Setting:
 
     def scratch(self, policy: Policy, layout: Layout, rows: int) -> Scratch:
         """Scratch of each device."""
-        return scratch_of(
+        found = scratch_of(
             self.local,
             policy,
             platform=self.device.platform,
@@ -194,6 +213,8 @@ class Setting:
             places=places_of(self.speculate),
             states=state_bytes(self.local, rows, self.dtype),
         )
+        more = {"prefill": found.prefill + self.gathered_bytes, "decode": found.decode + rows * self.gathered_bytes}
+        return dataclasses.replace(found, **more)
 
     def estimate(self, policy: Policy, length: int, batch: int | None = None) -> Estimate:
         """The estimate of one policy at one length, for `batch` rows or as many as fit."""
@@ -210,7 +231,8 @@ class Setting:
         gate_bytes = 0 if gate is None else meshes.local_bytes(gate.arrays, self.num_devices, self.copies)
 
         def total(rows: int) -> int:
-            return self.weight_bytes + gate_bytes + state(rows) + self.scratch(policy, layout, rows).most
+            fixed = self.weight_bytes + self.adapter_bytes + gate_bytes
+            return fixed + state(rows) + self.scratch(policy, layout, rows).most
 
         if batch is None:
             batch = bisect.bisect_right(range(1, MOST_ROWS), self.usable_bytes, key=total)

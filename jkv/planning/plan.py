@@ -21,7 +21,7 @@ from jkv.checkpoints.gguf_header import read_header
 from jkv.checkpoints.loading import find_gguf
 from jkv.checkpoints.model_shapes import find_shape
 from jkv.checkpoints.weight_reading import float_dtype, gguf_shapes
-from jkv.checks import check_counts, out_of_range, shown, size, typed
+from jkv.checks import check_counts, counted, out_of_range, shown, size, typed
 from jkv.engine.drafters import AUTO, Drafter, ngram
 from jkv.engine.form_store import first_entries
 from jkv.engine.memory import state_bytes
@@ -45,6 +45,7 @@ from pallas_kernels.dispatch import Kernel, best
 from pallas_kernels.models import ModelShape, Workload
 from pallas_kernels.sealed import SEALED, SealedFormat
 
+RANK = EngineOptions.adapter_rank
 DRAWN = Sampling(top_p=0.95)  # what is planned for where nothing is said
 MARGIN = 1.01  # of speeds: where arithmetic is the limit, they differ only by rounding
 
@@ -54,10 +55,11 @@ class Plan:
     """The result of `jkv.plan`; print it.
 
     Attributes:
-      model, device, dtype, weight_dtype, kv_dtype, num_devices, page_size, prompt, length, speculate: the setting that was
-        planned.
+      model, device, dtype, weight_dtype, kv_dtype, num_devices, page_size, prompt, length: the setting that was planned.
+      speculate, max_adapters, adapter_rank: likewise.
       num_weights: weights of the whole model.
       weight_bytes: bytes of weights on each device.
+      adapter_bytes: bytes of `max_adapters` places for adapters of `adapter_rank`, on each device.
       bytes_per_token: bytes of one token's keys, values and positions in all layers, on each device.
       usable_bytes: bytes of each device's memory that the plan may fill.
       form_bytes: bytes of the tables of forms on each device, from the first request with a form on; in no other figure.
@@ -90,6 +92,9 @@ class Plan:
     kernels: dict[str, str]
     notes: tuple[str, ...]
     speculate: Drafter | None = None
+    max_adapters: int = 0
+    adapter_rank: int = RANK
+    adapter_bytes: int = 0
 
     @property
     def engine(self) -> dict[str, Any]:
@@ -102,6 +107,8 @@ class Plan:
             "kv_dtype": self.kv_dtype,
             "num_pages": own.num_pages,
             "speculate": self.speculate,
+            "max_adapters": self.max_adapters,
+            "adapter_rank": self.adapter_rank,
         }
 
     def __repr__(self) -> str:
@@ -126,6 +133,8 @@ def plan(
     kv_dtype: str | None = None,
     weight_dtype: str | None = None,
     speculate: Drafter | str | None = None,
+    max_adapters: int = 0,
+    adapter_rank: int = RANK,
 ) -> Plan:
     """Computes what fits a device, how fast it could be, and whether compression pays, from a model's shape alone.
 
@@ -150,6 +159,7 @@ def plan(
         them in `dtype`.
       speculate: where guesses of the next tokens come from (`jkv.EngineOptions`); None for steps of one token. Its memory
         counts; the bound on tokens a second is that of steps without guesses.
+      max_adapters, adapter_rank: places for adapters that requests may choose (`jkv.EngineOptions`).
       memory_share: share of a device's memory that JAX may fill. The rest is for program code, the runtime and gaps.
 
     Every row is planned to reach `length`, and shares no prompt. Unbounded rows are planned with pages to their end; the engine
@@ -177,12 +187,29 @@ def plan(
     if speculate == AUTO:  # no more guesses on an accelerator
         speculate = None if why_by_step(policy) else ngram()
     max_slots = policy.widest(prompt, length - prompt, config.num_paged_layers, config.num_kv_heads)
-    options = EngineOptions(speculate=speculate, kv_dtype=kv_dtype, page_size=page_size)
+    options = EngineOptions(
+        speculate=speculate, kv_dtype=kv_dtype, page_size=page_size, max_adapters=max_adapters, adapter_rank=adapter_rank
+    )
     drafter = check_speculation(options, [policy], config, 1, num_pages_of(max_slots, page_size))
     of_weights = check_format(weight_dtype)
     stored = stored_shapes(model, config, device, dtype) if of_weights == AS_STORED else None
     setting = Setting(
-        config, device, dtype, num_devices, page_size, prompt, sampling, memory_share, kv_format, of_weights, drafter, stored
+        *(
+            config,
+            device,
+            dtype,
+            num_devices,
+            page_size,
+            prompt,
+            sampling,
+            memory_share,
+            kv_format,
+            of_weights,
+            drafter,
+            stored,
+        ),
+        max_adapters=options.max_adapters,
+        adapter_rank=options.adapter_rank,
     )
     own = setting.estimate(policy, length, batch)
     check_fits(setting, policy, length, own)
@@ -211,6 +238,9 @@ def plan(
         kernels=kernels_on(device, config, dtype, page_size, own.max_slots, kv_dtype, of_weights),
         notes=tuple(notes_of(setting, policy)),
         speculate=drafter,
+        max_adapters=setting.max_adapters,
+        adapter_rank=setting.adapter_rank,
+        adapter_bytes=setting.adapter_bytes,
     )
 
 
@@ -286,12 +316,14 @@ def check_fits(setting: Setting, policy: Policy, length: int, own: Estimate) -> 
         return
     rows, most = max(1, own.batch), setting.estimate(policy, length).batch
     missing = own.total_bytes - setting.usable_bytes
+    adapters = f"adapters {size(setting.adapter_bytes)} + " if setting.adapter_bytes else ""
     fixes = smaller_weights(setting) if rows == 1 and not most else ["fewer rows"]
+    fixes += ["fewer adapters or a lower rank"] if setting.adapter_bytes else []
     if not fixes or setting.weight_bytes < setting.usable_bytes:
         fixes += ["a shorter length", *(["a smaller budget"] if policy.is_bounded else ["a policy with a fixed budget"])]
     raise refused(
         f"{rows} {'row' if rows == 1 else 'rows'} of {own.policy} must fit {setting.device.name}: weights "
-        f"{size(setting.weight_bytes)} + cache {size(own.state_bytes)} + scratch {size(own.scratch.most)} = "
+        f"{size(setting.weight_bytes)} + {adapters}cache {size(own.state_bytes)} + scratch {size(own.scratch.most)} = "
         f"{size(own.total_bytes)} a device, {size(setting.usable_bytes)} are usable ({setting.memory_share:.0%} of "
         f"{size(setting.device.memory)}), {size(missing)} short; "
         f"{most or 'no'} rows fit. Use {', '.join(fixes)}, more devices or a larger one.",
@@ -372,6 +404,8 @@ def notes_of(setting: Setting, policy: Policy) -> list[str]:
         notes.append(f"{policy.name} steers, to think less: the length is planned as given.")
     if setting.speculate is not None:
         notes.append("The bound is that of steps without guesses: how many prove right depends on the text.")
+    if setting.adapter_bytes:
+        notes.append("What rows read of their adapters is not in the bound.")
     if setting.num_devices > 1:
         notes.append("Traffic between devices is not in the bound.")
     return notes
@@ -391,10 +425,13 @@ def report(plan: Plan) -> str:
     def rows(label: str, cell: Callable[[Estimate], str]) -> str:
         return line(label, *(cell(estimate) for estimate in both))
 
+    label = f"places for {counted(plan.max_adapters, 'adapter')} of rank {plan.adapter_rank}"
+    adapters = [line(label, size(plan.adapter_bytes))] if plan.max_adapters else []
     lines = [
         f"{plan.model}, {plan.dtype}{kept}, on {count} {device.name} ({size(device.memory)}, {size(plan.usable_bytes)} usable)",
         f"prompt {plan.prompt:,} + {plan.length - plan.prompt:,} new tokens, pages of {plan.page_size} slots",
         line(f"{plan.num_weights:,} weights", size(plan.weight_bytes)),
+        *adapters,
         line("keys, values, positions of a token", f"{plan.bytes_per_token:,} B"),
         line("tables of forms, if requests have any", size(plan.form_bytes)),
         "",

@@ -107,6 +107,29 @@ def test_bytes_are_those_of_the_engine_that_is_built(name):
     assert plan.bytes_per_token == of_token // pool.position.size
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_places_for_adapters_are_those_of_the_engine(tied):
+    model = tiny_model(config=dataclasses.replace(TINY, tie_embeddings=tied))
+    setting = {"length": 60, "prompt": 20, "page_size": 4, "batch": 3}
+    plain, own = (jkv.plan(model, SMALL, **setting, max_adapters=count, adapter_rank=3) for count in (0, 2))
+    engine = jkv.Engine(model, **own.engine)
+    assert own.adapter_bytes == num_bytes(engine.runner.adapters.stacks) > plain.adapter_bytes == 0
+    more = own.own.scratch.most - plain.own.scratch.most
+    assert more >= 0
+    assert own.own.total_bytes - plain.own.total_bytes == own.adapter_bytes + more
+    of_row = own.own.scratch.decode - plain.own.scratch.decode, own.own.scratch.prefill - plain.own.scratch.prefill
+    assert of_row == (3 * of_row[1], of_row[1])
+    assert of_row[1] == own.adapter_bytes // 3
+    assert "places for 2 adapters of rank 3" in str(own)
+    assert "adapter" not in str(plain)
+
+
+def test_places_of_a_mesh_are_split_as_their_matrices_are():
+    whole, split = (jkv.plan("r1-llama-8b", "h200", max_adapters=8, num_devices=count) for count in (1, 4))
+    assert whole.adapter_bytes / 4 < split.adapter_bytes < whole.adapter_bytes
+    assert split.adapter_bytes < 0.8 * whole.adapter_bytes
+
+
 def test_the_counts_of_penalties_are_those_of_the_engine():
     model = tiny_model(tokenizer=BreakingTokenizer())
     sampling = jkv.Sampling(presence_penalty=0.5, seed=0)
@@ -384,6 +407,9 @@ def test_float32_has_its_own_rate(itemsize):
         ({"num_devices": 3}, "num_kv_heads=8 must be a multiple of the 3 devices"),
         ({"memory_share": 1.5}, "must lie in"),
         ({"sampling": 0.7}, "sampling must be"),
+        ({"max_adapters": -1}, "max_adapters must lie in"),
+        ({"adapter_rank": 0}, "adapter_rank must lie in"),
+        ({"max_adapters": 1000, "adapter_rank": 64}, "weights 16.1 GB [+] adapters .* Use .*fewer adapters or a lower rank"),
         ({"device": "t4"}, "1 row of full must fit t4: weights 32.1 GB "),
         ({"model": 3}, "A model must be a jkv.Model"),
     ],
@@ -423,6 +449,13 @@ def test_the_command_prints_the_report_and_writes_json(capsys, tmp_path):
     assert f"{plan.own.batch:,}" in out
     assert json.loads((tmp_path / "plan.json").read_text()) == json.loads(json.dumps(dataclasses.asdict(plan)))
     assert json.loads(run(capsys, "r1-llama-8b", "--device", "h200", *options, "--json")[1])["own"]["batch"] == plan.own.batch
+
+
+def test_the_command_takes_adapters(capsys):
+    plan = jkv.plan("r1-llama-8b", "h200", max_adapters=4, adapter_rank=32)
+    out = run(capsys, "r1-llama-8b", "--device", "h200", "--max-adapters", 4, "--adapter-rank", 32)[1]
+    assert out == f"{plan}\n"
+    assert "places for 4 adapters of rank 32" in out
 
 
 def test_the_command_takes_the_sampling(capsys):
