@@ -98,7 +98,12 @@ class AdapterStore(AdapterPlaces):
     Args:
       params, num_adapters, rank: see `AdapterPlaces`.
       mesh: that of a tensor-parallel engine, of one process.
+
+    Attributes:
+      is_used: whether it has had any adapter; before, programs multiply with none.
     """
+
+    is_used = False
 
     def __init__(self, params: Params, num_adapters: int, rank: int, mesh: Mesh | None = None) -> None:
         if spans(mesh):
@@ -113,7 +118,7 @@ class AdapterStore(AdapterPlaces):
 
     def put(self, name: str, adapters: dict[str, LowRank]) -> None:
         """Writes what `read` returned into the place of an adapter, or into a free one."""
-        place = self.place_for(name)
+        place, self.is_used = self.place_for(name), True
         self.stacks = self._write(self.stacks, padded(self.stacks, adapters), np.int32(place))
         self.places[name] = place
 

@@ -57,7 +57,6 @@ from jkv.errors import InputError
 from jkv.eviction import Needs, Policy
 from jkv.forms import Form
 from jkv.model import sharding, weights
-from jkv.model.joined import is_joined, separate_weights
 from jkv.model.params import LowRank, Model, Params
 from jkv.model.sampling import Sampling
 from jkv.replay.trace import TraceRecorder
@@ -104,8 +103,6 @@ class Engine:
         check_layout(params, options)
         if mesh is not None:
             params = sharding.shard(params, mesh)
-        elif options.max_adapters and is_joined(params):
-            params = separate_weights(params)
         model = dataclasses.replace(model, params=weights.committed(params))
         sizes_of_adapters = options.max_adapters, options.adapter_rank
         adapters = AdapterStore(model.params, *sizes_of_adapters, mesh) if options.max_adapters else None
@@ -571,7 +568,7 @@ class Engine:
     def add_adapter(self, name: str, adapter: Adapter) -> None:
         """Puts a low-rank adapter into a free place; requests with `adapter=name` use it.
 
-        Nothing compiles, but for the engine's first adapter the program that writes a place.
+        Nothing compiles, but for the engine's first adapter the program that writes a place, and at their next use the others.
 
         Args:
           name: by which requests choose it.

@@ -125,7 +125,7 @@ class EngineOptions:
         device, or none (`jkv.engine.policy_checks.guesses_for`). None appends one token in each step.
       max_adapters: places for low-rank adapters that requests may choose (`Engine.add_adapter`, `RequestOptions.adapter`), up
         to 1,024. Each place takes the bytes of an adapter of all matrices of attention, of feed-forward blocks and the
-        unembedding, and every row multiplies with one, be it zeros. 0 adds nothing to any program.
+        unembedding. From the first adapter on, every row multiplies with one, be it zeros; before, programs have none.
       adapter_rank: the highest rank of such an adapter; lower ones are padded with zeros.
       poison: for tests: freed pages become NaN.
 

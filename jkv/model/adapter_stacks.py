@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jkv.errors import refused
-from jkv.model.joined import separate_weights
+from jkv.model.joined import GROUPS, separate_weights
 from jkv.model.params import AdapterStack, ByRow, LowRank, ModelConfig, Params
 from jkv.model.weight_shapes import leaf_name, weight_shapes
 from jkv.model.weights import all_finite
@@ -64,11 +64,14 @@ def empty_stacks(config: ModelConfig, num_places: int, rank: int, dtype: Any) ->
 
 
 def by_row(params: Params, stacks: Params, place: Int[Array, " B"]) -> Params:
-    """The weights with, for each row, the adapter in its place."""
+    """The weights with, for each row, the adapter in its place. Joined matrices stay so."""
 
     def over(weights: Any, own: Any, names: tuple[str, ...]) -> Any:
-        found = {name: stack for name in names if (stack := getattr(own, name)) is not None}
-        return weights.replace(**{name: ByRow(getattr(weights, name), stack, place) for name, stack in found.items()})
+        found = {name: (stack,) for name in names if (stack := getattr(own, name)) is not None}
+        for field, parts in GROUPS.items():
+            if getattr(weights, field, None) is not None:
+                found[field] = tuple(stack for name in parts for stack in found.pop(name, ()))
+        return weights.replace(**{name: ByRow(getattr(weights, name), stacks, place) for name, stacks in found.items()})
 
     layers = tuple(over(*pair, ADAPTED) for pair in zip(params.layers, stacks.layers, strict=True))
     return over(params.replace(layers=layers), stacks, (UNEMBEDDING,))

@@ -344,9 +344,13 @@ def products(x: Float[Array, "*B fan_in"], *weights: Any, dtype: Any = None) -> 
 
     `dtype` is that of the products; None means that of the operands. Inside a program the reshape copies nothing.
     """
-    if any(isinstance(one, LowRank | ByRow) for one in weights):
-        added: dict[type, Any] = {LowRank: with_adapter, ByRow: with_adapters_by_row}
-        return [added.get(type(one), times)(x, one, dtype) for one in weights]
+    if any(isinstance(one, ByRow) for one in weights):
+        found = products(x, *(one.base if isinstance(one, ByRow) else one for one in weights), dtype=dtype)
+        return [
+            plus_adapters(x, one, sums) if isinstance(one, ByRow) else sums for one, sums in zip(weights, found, strict=True)
+        ]
+    if any(isinstance(one, LowRank) for one in weights):
+        return [with_adapter(x, one, dtype) if isinstance(one, LowRank) else times(x, one, dtype) for one in weights]
     if all(isinstance(one, Blocks) for one in weights):
         return list(block_product(x, *weights, dtype=dtype))
     if len({(type(one), getattr(one, "code", one).dtype) for one in weights}) > 1:
@@ -367,11 +371,13 @@ def with_adapter(x: Float[Array, "*B fan_in"], weight: LowRank, dtype: Any) -> F
     return base + (added * weight.scale).astype(base.dtype)
 
 
-def with_adapters_by_row(x: Float[Array, "B *T fan_in"], weight: ByRow, dtype: Any) -> Float[Array, "B *T fan_out"]:
-    """`x` times a matrix, and each row times the adapter in its own place. A row's bits do not depend on the other rows."""
-    stack, rows = weight.stack, x.reshape(x.shape[0], -1, x.shape[-1])
-    down, up, scale = (one[weight.place] for one in (stack.down, stack.up, stack.scale))
-    inner = jnp.einsum("bti,bir->btr", rows, down, preferred_element_type=jnp.float32).astype(x.dtype)
-    added = jnp.einsum("btr,bro->bto", inner, up, preferred_element_type=jnp.float32) * scale[:, None, None]
-    base = times(x, weight.base, dtype)
-    return base + added.reshape(base.shape).astype(base.dtype)
+def plus_adapters(
+    x: Float[Array, "B *T fan_in"], weight: ByRow, base: Float[Array, "B *T fan_out"]
+) -> Float[Array, "B *T fan_out"]:
+    """`x` times a matrix, plus each row times the adapter in its own place. A row's bits do not depend on the other rows."""
+    rows, added = x.reshape(x.shape[0], -1, x.shape[-1]), []
+    for stack in weight.stacks:
+        down, up, scale = (one[weight.place] for one in (stack.down, stack.up, stack.scale))
+        inner = jnp.einsum("bti,bir->btr", rows, down, preferred_element_type=jnp.float32).astype(x.dtype)
+        added.append(jnp.einsum("btr,bro->bto", inner, up, preferred_element_type=jnp.float32) * scale[:, None, None])
+    return base + jnp.concatenate(added, axis=-1).reshape(base.shape).astype(base.dtype)

@@ -57,11 +57,12 @@ class AdapterStack(PyTree):
 class ByRow(PyTree):
     """A matrix and, for each row of what it multiplies, the adapter in one of the places of a stack.
 
-    It exists inside programs alone: an engine's weights and its adapters are separate, and replaced each by itself.
+    A matrix that others are joined in (`jkv.model.joined`) has the stack of each, in the order of their columns. It exists
+    inside programs alone: an engine's weights and its adapters are separate, and replaced each by itself.
     """
 
     base: Any  # a matrix of any other form
-    stack: AdapterStack
+    stacks: tuple[AdapterStack, ...]
     place: Any  # [B] int32
 
 

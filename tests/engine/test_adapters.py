@@ -164,6 +164,29 @@ def test_an_adapter_in_use_stays_and_its_rows_go_on(engine):
 
 
 @pytest.mark.usefixtures("short_prefills")
+def test_places_cost_nothing_before_an_adapter_is_there(model):
+    """No weights are copied, no program is another, and a row has the bits of an engine without places, afterwards too."""
+    base = dataclasses.replace(model, params=jkv.join_weights(model.params))
+    plain, engine = jkv.Engine(base, **SIZES), jkv.Engine(base, **SIZES, **PLACES | {"prefix_cache": False})
+    for one, other in zip(*(jax.tree.leaves(params) for params in (base.params, engine.model.params)), strict=True):
+        assert one.unsafe_buffer_pointer() == other.unsafe_buffer_pointer()
+    expected = run(plain, [None, None])
+    compiled = COMPILING.count
+    assert_same_bits(run(engine, [None, None]), expected)
+    assert COMPILING.count == compiled
+    tickets = submit(engine, [None, None], max_new_tokens=24)
+    engine.step()
+    for name in RANKS:
+        engine.add_adapter(name, weights_of(model, name))
+    later = submit(engine, ["a"])[0]
+    engine.run()
+    assert_same_bits([engine.result(ticket) for ticket in tickets], run(plain, [None, None], max_new_tokens=24))
+    for out, name in ((engine.result(later), "a"), *zip(run(engine, ["b", None]), ["b", None], strict=True)):
+        own = dataclasses.replace(model, params=weights_of(model, name))
+        np.testing.assert_allclose(jkv.score(own, out, trace=out.trace).logprobs, out.logprobs, atol=1e-5)
+
+
+@pytest.mark.usefixtures("short_prefills")
 def test_a_base_of_joined_codes_takes_adapters_and_rows_guess(model):
     base, given = jkv.join_weights(jkv.quantise_weights(model.params, "int8")), weights_of(model, "a")
     sizes = {"max_running": 2, "max_slots": 64, "page_size": 4, "max_adapters": 1, "adapter_rank": 2}

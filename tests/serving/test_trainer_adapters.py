@@ -105,8 +105,8 @@ def test_a_trainer_loads_replaces_and_unloads_adapters(trained, chat_model, root
         assert answer.json() == {"success": True, "loaded_adapters": ["mine"], "weights_version": version + 1}
     listed = httpx.get(f"{trained.url}/v1/models").json()["data"]
     assert [(one["id"], one.get("parent")) for one in listed] == [("tiny", None), ("mine", "tiny")]
-    compiled = COMPILING.count
     assert tokens_of(trained, prompt, "mine") == wanted[0]
+    compiled = COMPILING.count
     assert tokens_of(trained, prompt, None) == expected(chat_model, None, prompt)
     answer = load(trained, "mine", root / "step-1", start, load_inplace=True, pinned=True)  # an absolute path below the root
     assert (answer.status_code, answer.headers["x-jkv-ignored"]) == (200, "pinned")

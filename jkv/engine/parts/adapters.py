@@ -10,7 +10,10 @@ from jkv.model.params import Params
 
 
 class Adapters(StepPart):
-    """The adapters of an engine, and the place of each row's. It is on wherever an engine has places for any."""
+    """The adapters of an engine, and the place of each row's. It is on as soon as an engine has had one, for all rows.
+
+    Not as soon as a row has one, or the numbers of the other rows could change with their neighbours.
+    """
 
     sees_prompts = True
 
@@ -19,7 +22,7 @@ class Adapters(StepPart):
 
     @classmethod
     def is_on(cls, rows: Rows) -> bool:
-        return rows.adapters is not None
+        return rows.adapters is not None and rows.adapters.is_used
 
     @classmethod
     def of(cls, rows: Rows) -> "Adapters":
