@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jkv.checkpoints.chat_template import OWN, USER, ChatText
+from jkv.checkpoints.long_texts import encoding_of
 from jkv.checks import shown
 from jkv.errors import refused
 
@@ -67,7 +68,7 @@ def encode_chat(tokenizer: Any, text: ChatText, add_special_tokens: bool = False
         backend.no_truncation()
         backend.no_padding()
     control = control_tokens(backend)
-    encoding = backend.encode(str(text), add_special_tokens=False)
+    encoding = encoding_of(backend, str(text), add_special_tokens=False)
     found = places(encoding, text, control)
     origins = {frozenset(text.marks[place.start : place.end]) for place in found}
     if not origins <= {OURS}:
@@ -138,7 +139,7 @@ def places_of_own(backend: Any, text: ChatText, control: Mapping[int, str]) -> l
     found = []
     for run in re.finditer(re.escape(OWN) + "+", text.marks):
         part = text[run.start() : run.end()]
-        found += places(backend.encode(part, add_special_tokens=False), part, control, run.start())
+        found += places(encoding_of(backend, part, add_special_tokens=False), part, control, run.start())
     return found
 
 
@@ -149,7 +150,7 @@ def twin_encoding(backend: Any, text: ChatText, own: Sequence[Place], control: M
     for place in own:
         parts += [text[last : place.start], twin.names[place.token]]
         last = place.end
-    encoding = twin.tokenizer.encode("".join([*parts, text[last:]]), add_special_tokens=False)
+    encoding = encoding_of(twin.tokenizer, "".join([*parts, text[last:]]), add_special_tokens=False)
     if Counter(place.token for place in own) - Counter(encoding.ids):
         raise refused(
             "The tokenizer must find each control token wherever the template writes it; it finds one depending on the text "

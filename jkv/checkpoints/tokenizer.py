@@ -17,6 +17,7 @@ from typing import Any
 
 from jkv.checkpoints.huggingface import transformers
 from jkv.checkpoints.json_files import shown
+from jkv.checkpoints.long_texts import encoding_of, text_of
 from jkv.errors import refused
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -99,7 +100,7 @@ class CheckpointTokenizer:
         """The token ids of a text."""
         if pair or options or not isinstance(text, str):
             return list(as_transformers(self).encode(text, *pair, add_special_tokens=add_special_tokens, **options))
-        return list(self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        return list(encoding_of(self.backend_tokenizer, text, add_special_tokens).ids)
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **options: Any) -> Any:
         """The text of token ids, or of one."""
@@ -107,7 +108,7 @@ class CheckpointTokenizer:
         ids = [ids] if isinstance(ids, numbers.Integral) else list(ids)
         if options or not (ids == [] or isinstance(ids[0], numbers.Integral)):
             return as_transformers(self).decode(token_ids, skip_special_tokens=skip_special_tokens, **options)
-        return self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text_of(self.backend_tokenizer, ids, skip_special_tokens)
 
     def convert_ids_to_tokens(self, ids: Any, **options: Any) -> Any:
         """The vocabulary's entry of a token id, or the entries of several."""

@@ -14,6 +14,8 @@ from jkv.engine.requests import spread_policies
 from jkv.engine.service import Service
 from jkv.policies import POLICIES, has_budget
 from jkv.policies import make as make_policy
+from jkv.serving.access import client_of
+from jkv.serving.encodings import Encodings
 from jkv.serving.jobs import Encoder, longest_text
 from jkv.serving.options import ServerOptions
 from jkv.serving.requests import DetokenizeFields, F, TokenizeFields
@@ -28,6 +30,7 @@ class Serving(Protocol):
     service: Service
     options: ServerOptions
     encoder: Encoder
+    encodings: Encodings
     name: str
     began: int
 
@@ -101,7 +104,7 @@ class About:
         """`/tokenize`: the token ids of `prompt`, or of `messages`, of any length."""
         fields = await self.server.read(TokenizeFields, request)
         self.server.check_model(fields.model)
-        tokens = await asyncio.to_thread(self.server.encoder.tokenize, fields)
+        tokens = await self.server.encodings.run(client_of(request), self.server.encoder.tokenize, fields)
         return JSONResponse({"count": len(tokens), "max_model_len": self.max_model_len, "tokens": tokens})
 
     async def detokenize(self, request: Request) -> Response:
@@ -109,8 +112,11 @@ class About:
         fields = await self.server.read(DetokenizeFields, request)
         self.server.check_model(fields.model)
         encoder = self.server.encoder
-        (ids,) = await asyncio.to_thread(encoder.encode, [fields.tokens]) if fields.tokens else ([],)
-        return JSONResponse({"prompt": encoder.model.tokenizer.decode(ids)})
+
+        def text() -> Any:
+            return encoder.model.tokenizer.decode(encoder.encode([fields.tokens])[0] if fields.tokens else [])
+
+        return JSONResponse({"prompt": await self.server.encodings.run(client_of(request), text)})
 
     async def tokenizer_info(self, request: Request) -> Response:
         """`/tokenizer_info`: the special tokens and the chat template, for clients without the tokenizer."""

@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from starlette.requests import Request
+
 from jkv.checks import shown
 from jkv.errors import refused
 from jkv.serving.errors import RefusalError
@@ -63,12 +65,17 @@ class Access:
         return found[0] if found else ""
 
 
-def client_of(key: str, address: str) -> str:
+def client_of(request: Request) -> str:
+    """Whose requests take turns with others'; `request.state.key` is the name of its key."""
+    return client_named(request.state.key, "" if request.client is None else request.client.host)
+
+
+def client_named(key: str, address: str) -> str:
     """Whose requests take turns with others': those of a key with a name of its own, or else of an address.
 
     What a body says, such as `user`, does not count: a client could call itself a thousand clients.
 
-    >>> client_of("ann", "10.0.0.1"), client_of(DEFAULT, "10.0.0.1"), client_of("", "10.0.0.1")
+    >>> client_named("ann", "10.0.0.1"), client_named(DEFAULT, "10.0.0.1"), client_named("", "10.0.0.1")
     ('key ann', 'address 10.0.0.1', 'address 10.0.0.1')
     """
     return f"address {address}" if key in ("", DEFAULT) else f"key {key}"

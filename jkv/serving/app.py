@@ -30,6 +30,7 @@ from jkv.serving import messages_api, responses_api
 from jkv.serving.about import About
 from jkv.serving.access import Access, client_of
 from jkv.serving.conversations import Answers, Conversations, Stored
+from jkv.serving.encodings import RETRY_SECONDS, Encodings
 from jkv.serving.errors import RefusalError, error_at, error_body, refusal_of
 from jkv.serving.jobs import Encoder, Job, fitted, gathered, make_job, make_turn, until_gone, when_all_end
 from jkv.serving.metrics import Metrics, until_first
@@ -53,7 +54,6 @@ from jkv.serving.streaming import COMMENT, EventStream, stream
 from jkv.serving.warm_up import WarmUp
 
 LOGGER = logging.getLogger("jkv.serving")
-RETRY_SECONDS = 1  # after which a client that was refused may try again
 MOST_NAMES = 32  # of ignored fields in a header
 EXPOSED = ("x-request-id", "x-jkv-ignored", "x-jkv-prompt-piece", "retry-after")  # headers that other sites' pages may read
 LONGEST_ID = 128  # characters of a request's id
@@ -91,6 +91,7 @@ class Server:
         self.encoder = Encoder(shapes, options.parse_special, options.tool_form)
         self.metrics = Metrics(service.engine, self.name, self.num_unbegun)
         self.most_open = service.engine.capacity.max_running + options.max_waiting
+        self.encodings = Encodings(self.most_open)
         self.num_open, self.began = 0, int(time.time())
         self.unfinished: dict[Ticket, int] = {}  # and how many samples each has
         self.cancels = set[Callable[[], None]]()  # of open calls
@@ -156,7 +157,8 @@ class Server:
         body = messages_api.chat_body(await self.read_body(request), counts=True)
         fields = self.fields_of(TokenizeFields, body, request, messages_api.NAMES)
         self.check_model(fields.model)
-        return JSONResponse({"input_tokens": len(await asyncio.to_thread(self.encoder.tokenize, fields))})
+        tokens = await self.encodings.run(client_of(request), self.encoder.tokenize, fields)
+        return JSONResponse({"input_tokens": len(tokens)})
 
     async def stored_response(self, request: Request) -> Response:
         """`GET` and `DELETE` of `/v1/responses/{id}`."""
@@ -194,17 +196,17 @@ class Server:
         self.check_model(fields.model)
         fields.check_format(self.service.engine.options.kv_dtype)
         self.check_room(fields.n * fields.num_prompts)  # before any prompt is encoded
-        last = self.last_of(fields)
+        last, client = self.last_of(fields), client_of(request)
         try:
-            job = await self.make_job(fields, last)
+            job = await until_gone(request, self.make_job(fields, last, client))
         except InputError as error:
             if (less := lesser(error)) is None:
                 raise
-            job = await self.make_job(less, last)
+            job = await until_gone(request, self.make_job(less, last, client))
         if job.row is None and (piece := max((group[0].first for group in job.groups), default=0)):
             headers["x-jkv-prompt-piece"] = str(piece)
         self.check_room(job.num_open)
-        job = job.of_client(client_of(request.state.key, "" if request.client is None else request.client.host))
+        job = job.of_client(client)
         tickets = self.submit(job, head, last)
         finish = self.begin(request, job, tickets, headers["x-request-id"])
         if fields.stream:
@@ -228,12 +230,12 @@ class Server:
             raise InputError(rule, field="store", code="unsupported")
         return None if fields.previous_response_id is None else self.conversations.find(fields.previous_response_id)
 
-    async def make_job(self, fields: ChatFields | CompletionFields, last: Stored | None) -> Job:
+    async def make_job(self, fields: ChatFields | CompletionFields, last: Stored | None, client: str) -> Job:
         """Encodes and checks a call."""
         kv_format = self.service.engine.options.kv_format
         adapter = None if fields.model in (None, "", self.name) else fields.model
         if last is None:
-            job = await asyncio.to_thread(make_job, self.encoder, fields, self.options, kv_format, adapter)
+            job = await self.encodings.run(client, make_job, self.encoder, fields, self.options, kv_format, adapter)
             return dataclasses.replace(job, groups=[fitted(self.service.engine, group) for group in job.groups])
         assert isinstance(fields, ChatFields)
         assert last.ticket is not None
@@ -241,7 +243,8 @@ class Server:
             row = self.service.kept_row(last.ticket)
         except ValueError as error:  # such as after a reset
             raise RefusalError(404, str(error), "previous_response_id") from None
-        return await asyncio.to_thread(make_turn, self.encoder, fields, self.options, row, last.messages, kv_format, adapter)
+        about = row, last.messages, kv_format, adapter
+        return await self.encodings.run(client, make_turn, self.encoder, fields, self.options, *about)
 
     def submit(self, job: Job, head: Head, last: Stored | None) -> list[Ticket]:
         """Submits all requests of a call, or none; stores the response, if it is to be stored."""
@@ -464,6 +467,7 @@ def make_app(service: Service, options: ServerOptions | None = None) -> Starlett
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
         server.conversations.close()
+        server.encodings.close()
         server.encoder.close()
 
     async def refuse(request: Request, error: Any) -> Response:

@@ -4,7 +4,9 @@ that goes away.
 
 import asyncio
 import bisect
+import contextlib
 import dataclasses
+import queue
 import re
 import secrets
 import sys
@@ -18,6 +20,7 @@ from starlette.requests import Request as HTTPRequest
 
 from jkv.cache.slot_size import slot_size_of
 from jkv.checkpoints.chat_template import ChatRenderer, ChatText, has_chat_template
+from jkv.checkpoints.tokenizer import CheckpointTokenizer
 from jkv.checks import shown
 from jkv.engine import turns
 from jkv.engine.engine import Engine
@@ -204,8 +207,18 @@ class Job:
         return max(self.num_samples, self.is_scored * len(self.prompts))
 
 
+RENDERERS = 4  # processes, of which a server that renders one conversation at a time starts one
+
+
+def encoding_lock(tokenizer: Any) -> contextlib.AbstractContextManager[Any]:
+    """What threads that encode must hold: nothing, where the tokenizers library encodes without changing the tokenizer."""
+    return contextlib.nullcontext() if isinstance(tokenizer, CheckpointTokenizer) else threading.Lock()
+
+
 class Encoder:
-    """Encodes texts and conversations for many threads; it keeps the process that renders chat templates.
+    """Encodes texts and conversations for many threads; it keeps the processes that render chat templates.
+
+    A long text or a slow template keeps no other one waiting, as long as there is a process for it.
 
     Args:
       model: gives tokenizer and template.
@@ -214,25 +227,30 @@ class Encoder:
     """
 
     def __init__(self, model: Model, parse_special: bool = False, tool_form: str = "") -> None:
-        self.model, self.parse_special, self.tool_form, self._lock = model, parse_special, tool_form, threading.Lock()
-        self._renderer = ChatRenderer(model.tokenizer) if has_chat_template(model.tokenizer) else None
+        self.model, self.parse_special, self.tool_form = model, parse_special, tool_form
+        self._lock = encoding_lock(model.tokenizer)
+        count = RENDERERS if has_chat_template(model.tokenizer) else 0
+        self._renderers = [ChatRenderer(model.tokenizer) for _ in range(count)]  # which start when they are needed
+        self._idle: queue.LifoQueue[ChatRenderer] = queue.LifoQueue()
+        for one in reversed(self._renderers):
+            self._idle.put(one)
 
     def close(self) -> None:
-        """Ends the process."""
-        if self._renderer is not None:
-            self._renderer.close()
+        """Ends the processes."""
+        for one in self._renderers:
+            one.close()
 
     @property
     def renderer(self) -> ChatRenderer:
-        """What renders chat templates.
+        """One that has the chat templates.
 
         Raises:
           InputError: the model has none.
         """
-        if self._renderer is None:
+        if not self._renderers:
             rule = "Chat messages need a model with a chat template; this one has none. Use /v1/completions."
             raise InputError(rule, field="messages", code="unsupported")
-        return self._renderer
+        return self._renderers[0]
 
     def encode(self, prompt: Any) -> list[np.ndarray]:
         """Token ids of a text or a list of token ids, or of each of a list of these."""
@@ -247,15 +265,16 @@ class Encoder:
         is_chat = fields.messages is not None
         text = fields.prompt or ""
         adds = not is_chat if fields.add_special_tokens is None else fields.add_special_tokens
+        if is_chat:
+            text = self._readable(self._render(self.plain(fields.messages), fields.template))
         with self._lock:
-            if is_chat:
-                text = self._readable(self._render(self.plain(fields.messages), fields.template))
             return list(encode_text(unbounded(self.model), 0, text, is_chat=not adds)) if text else []
 
     def encode_chat(self, messages: Any, **options: Any) -> np.ndarray:
         """Token ids of a conversation; `options` are those of the chat template."""
+        text = self._readable(self._render(self.plain(messages), options))
         with self._lock:
-            return encode_prompt(self.model, 0, self._readable(self._render(self.plain(messages), options)), is_chat=True)
+            return encode_prompt(self.model, 0, text, is_chat=True)
 
     def _readable(self, text: ChatText) -> str:
         """A rendered text as it is to be encoded: with `parse_special`, it does not know what users wrote."""
@@ -293,7 +312,11 @@ class Encoder:
             options[name] = options["tools"]
         try:
             check_messages(self.model, 0, messages)
-            return self.renderer.render(messages, **options)
+            renderer = self._idle.get()
+            try:
+                return renderer.render(messages, **options)
+            finally:
+                self._idle.put(renderer)
         except RecursionError:
             rule = "{field} and tools must not be nested so deep; they have too many levels. Flatten them."
             raise InputError(rule, field="messages", code="too_long") from None
@@ -309,15 +332,15 @@ class Encoder:
         """
         mark = f"reply-{secrets.token_hex(8)}"
         whole = [*history, {"role": "assistant", "content": mark}, *self.plain(messages)]
+        text = self._render(whole, options)
+        if text.count(mark) != 1:
+            rule = (
+                "{field} needs a chat template that writes each reply once, as it is; this model's wrote it {count} times. "
+                "Send the whole conversation without {field}."
+            )
+            raise InputError(rule, field="previous_response_id", code="unsupported", count=text.count(mark))
+        after = text.after(mark)
         with self._lock:
-            text = self._render(whole, options)
-            if text.count(mark) != 1:
-                rule = (
-                    "{field} needs a chat template that writes each reply once, as it is; this model's wrote it {count} times. "
-                    "Send the whole conversation without {field}."
-                )
-                raise InputError(rule, field="previous_response_id", code="unsupported", count=text.count(mark))
-            after = text.after(mark)
             ids = encode_prompt(self.model, 0, self._readable(after), is_chat=True) if after else np.zeros(0, np.int32)
         return ids[1:] if len(ids) and ids[0] == last_token and last_token in self.model.config.end_ids else ids
 

@@ -28,6 +28,7 @@ from jkv.engine.service import MODES
 from jkv.errors import InputError
 from jkv.model.params import LowRank, Model, Params
 from jkv.model.weights import check_config
+from jkv.serving.access import client_of
 from jkv.serving.app import Endpoint, Server, header_of, id_of
 from jkv.serving.errors import RefusalError
 from jkv.serving.jobs import Job, gathered, until_gone
@@ -119,7 +120,7 @@ class Trainer:
         server.check_model(fields.model)
         fields.check_format(self.service.engine.options.kv_dtype)
         server.check_room(fields.n * fields.num_prompts)
-        job = await server.make_job(fields, None)
+        job = await server.make_job(fields, None, client_of(request))
         server.check_room(job.num_open)
         head = Head("generate", fields.model or server.name)
         tickets = server.submit(job, head, None)

@@ -145,8 +145,8 @@ def scripted_server(tokenizer, end_ids, encode):
     server, make_job = one.app.state.server, one.app.state.server.make_job
     one.text = ""
 
-    async def forced_job(fields, last):
-        job = await make_job(fields, last)
+    async def forced_job(*args):
+        job = await make_job(*args)
         tokens = np.array(encode(one.text), np.int32)
         changes = {"stop_ids": tuple(range(size))}  # whatever is drawn after the text ends it
         groups = [
@@ -164,8 +164,8 @@ def jobs(scripted, monkeypatch):
     """The jobs that the scripted server makes, in their order."""
     found, server, make_job = [], scripted.app.state.server, scripted.app.state.server.make_job
 
-    async def noted(fields, last):
-        found.append(await make_job(fields, last))
+    async def noted(*args):
+        found.append(await make_job(*args))
         return found[-1]
 
     monkeypatch.setattr(server, "make_job", noted)
