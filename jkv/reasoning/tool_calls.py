@@ -201,6 +201,8 @@ class CallSplitter:
         end, bare = self.form.end, self._text.lstrip()
         if end and bare.startswith(end):
             self._place, self._text, self._is_list = "text", bare.removeprefix(end), False
+        elif is_last and bare and end.startswith(bare):  # a mark that the limit has cut
+            self._place, self._text = "rest", ""
         elif is_last or not (end.startswith(bare) or (self.form.tags is None and BETWEEN.fullmatch(bare))):
             match = BETWEEN.match(bare)
             if self.form.tags is None and match and bare[match.end() :].startswith("{"):

@@ -45,6 +45,7 @@ GOLDEN = [  # the form, text, content, calls
         ["now"] * 2,
     ),
     ("hermes", f"<tool_call>[{ONE}, {NOW}]</tool_call>", "", [CALL, "now"]),
+    ("hermes", f"<tool_call>{ONE}\n</tool_ca", "", [CALL]),
     ("hermes", f"<tool_call>{ONE[:-1]}</tool_call> Done.", "Done.", [CALL]),
     ("hermes", f'<tool_call>{{"name": "weather", "arguments": {json.dumps(ARGUMENTS)}}}</tool_call>', "", [CALL]),
     ("hermes", f'<tool_call>{{"name": "weather", "arguments": {ARGUMENTS}, "id": {{"a": 1}}}}', "", [CALL]),
