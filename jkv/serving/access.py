@@ -9,8 +9,7 @@ import ipaddress
 import re
 from collections.abc import Mapping
 from pathlib import Path
-
-from starlette.requests import Request
+from typing import Any
 
 from jkv.checks import shown
 from jkv.errors import refused
@@ -65,8 +64,8 @@ class Access:
         return found[0] if found else ""
 
 
-def client_of(request: Request) -> str:
-    """Whose requests take turns with others'; `request.state.key` is the name of its key."""
+def client_of(request: Any) -> str:
+    """Whose requests take turns with others', of a request of starlette; `request.state.key` is the name of its key."""
     return client_named(request.state.key, "" if request.client is None else request.client.host)
 
 
