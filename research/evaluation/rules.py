@@ -75,9 +75,9 @@ def table(record: dict[str, Any]) -> str:
     ]
     head = "policy", "recall", "of look-ups", "loss, nats", "change (95 %)", "beside"
     what = (
-        f"{record['texts']} traces of {record['model']}, {record['budget']} slots ({SHARE:.0%} of the mean length), compacted "
-        f"every {INTERVAL} tokens; {PROTECTED['sinks']} sinks and {PROTECTED['recent']} recent tokens stay. Budgets by head are "
-        f"those of {record['calibration']} other traces."
+        f"{record['texts']} traces of {record['model']}, {record['budget']} slots ({SHARE:.0%} of the mean length), "
+        f"compacted every {INTERVAL} tokens; {PROTECTED['sinks']} sinks and {PROTECTED['recent']} recent tokens stay. Budgets "
+        f"by head are those of {record['calibration']} other traces."
     )
     slots = [f"`{line['name']}`: {line['slots']}, slots of each layer's heads." for line in record["lines"] if "slots" in line]
     return "\n\n".join([what, markdown(head, rows), *slots, footnote(record)])
@@ -87,9 +87,7 @@ def main(argv: list[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", type=int, default=20, help="traces that are compared (default %(default)s)")
-    parser.add_argument(
-        "--calibration", type=int, default=12, help="traces that budgets by head come from (default %(default)s)"
-    )
+    parser.add_argument("--calibration", type=int, default=12, help="traces for budgets by head (default %(default)s)")
     parser.add_argument("--out", type=Path, help="a folder for rules-tiny-reasoner.json and .md")
     options = parse(parser, argv)
     record: dict[str, Any] = {"about": about("python -m research.evaluation.rules"), "model": "tiny-reasoner"}
