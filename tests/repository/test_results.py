@@ -542,6 +542,36 @@ def said_of_later_leads():
     ]
 
 
+def said_of_rules():
+    """The words on budgets by head, blocks and repairs that hold figures, and what they say of intervals."""
+    record = json.loads((ROOT / "results" / "rules-tiny-reasoner.json").read_text())
+    lines = {line["name"]: line for line in record["lines"]}
+    heads, repaired = (
+        {name: lines[f"{name}, {what}"] for name in ("cur", "r_kv", "snap_kv")}
+        for what in ("budgets by head", "repaired by twin_kv")
+    )
+    blocks = {(name, size): lines[f"{name}, blocks of {size}"] for name in ("cur", "random", "key_diff") for size in (4, 16)}
+    assert all(line["interval"][1] < 0 for line in heads.values())
+    assert all(line["recall"] < lines[name]["recall"] for name, line in heads.items())
+    assert round(lines["cur"]["loss"] / heads["cur"]["loss"]) == 2
+    for line in heads.values():
+        slots = np.array(line["slots"])
+        assert (slots[0] == slots.min()).all()
+        assert round(slots.max() / record["budget"]) == 2
+    covers = {key for key, line in blocks.items() if line["interval"][0] < 0 < line["interval"][1]}
+    assert covers == {key for key in blocks if key[0] != "cur"}
+    assert repaired["cur"]["interval"][0] > 0 < repaired["r_kv"]["interval"][0]
+    assert repaired["snap_kv"]["interval"][0] < 0 < repaired["snap_kv"]["interval"][1]
+    change = {name: f"{line['change']:+.3f}" for name, line in heads.items()}
+    return [
+        f"on {record['calibration']} other traces (`jkv.head_budgets`) lose less with CUR ({change['cur']}, half of its loss), "
+        f"R-KV ({change['r_kv']}) and SnapKV ({change['snap_kv']})",
+        f"of 4 and 16 cost CUR {blocks['cur', 4]['change']:.3f} and {blocks['cur', 16]['change']:.3f} nats",
+        f"costs CUR {repaired['cur']['change']:.3f} and R-KV {repaired['r_kv']['change']:.3f} nats, and gains SnapKV nothing "
+        f"({repaired['snap_kv']['change']:+.3f}, covers 0)",
+    ]
+
+
 def test_the_log_of_leads_is_quoted_as_recorded():
     def lines(name):
         return {line["name"]: line for line in json.loads((ROOT / "results" / "leads.json").read_text())[name]}
@@ -572,5 +602,6 @@ def test_the_log_of_leads_is_quoted_as_recorded():
         f"({change('cur, projections by head')}, covers 0), and slots",
         f"stratified by position lose a lot ({change('cur, stratified by 8 positions')})",
         *said_of_later_leads(),
+        *said_of_rules(),
     ):
         assert said in words, said
