@@ -208,8 +208,9 @@ def facts_of(tokenizer: Any, vocab_size: int) -> TokenFacts:
 
 
 def token_of(tokenizer: Any, text: str) -> int:
-    """The token that a text is; -1 if it is none, or several."""
-    ids = tokenizer.encode(text, add_special_tokens=False)
+    """The token that a text is; -1 if it is none, or several, or no Unicode."""
+    is_unicode = len(text.encode(errors="ignore")) == len(text.encode(errors="surrogatepass"))
+    ids = tokenizer.encode(text, add_special_tokens=False) if is_unicode else []
     return ids[0] if len(ids) == 1 else -1
 
 

@@ -166,7 +166,7 @@ def tools_of(tools: Any) -> list[Any] | None:
     check_length("tools", tools, MOST_TOOLS, "tools")
     for tool in tools:
         kind = tool.get("type") if isinstance(tool, Mapping) else tool
-        if kind not in (None, "custom") or not isinstance(tool.get("input_schema"), Mapping):
+        if not isinstance(tool, Mapping) or kind not in (None, "custom") or not isinstance(tool.get("input_schema"), Mapping):
             rule = (
                 '{field} must be {{"name": ..., "input_schema": {{...}}}}, as this server hosts no tools and knows none by '
                 "type; got {got}. Leave out others."
