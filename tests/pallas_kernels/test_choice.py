@@ -12,7 +12,7 @@ import pytest
 
 import jkv
 from jkv.checkpoints import weight_reading
-from jkv.engine.device_program import ProgramsFor, programs_for
+from jkv.engine.device_program import ProgramsFor, device_program, programs_for
 from pallas_kernels import KERNELS, choice, dispatch
 from pallas_kernels.dispatch import Implementation, best, call
 from pallas_kernels.models import MODELS, Workload
@@ -121,7 +121,7 @@ def test_an_engine_computes_with_the_kernels_that_were_chosen(model):
 
 def test_the_programs_of_an_engine_are_for_its_own_devices():
     assert programs_for(TABLE, jax.devices(), None) is TABLE
-    programs = programs_for(SimpleNamespace(tell=lambda: choice.capability()), gpus("7.5"), None)
+    programs = programs_for(SimpleNamespace(tell=device_program()(lambda: choice.capability())), gpus("7.5"), None)
     assert isinstance(programs, ProgramsFor)
     assert programs.tell() == (7, 5)
 
