@@ -22,7 +22,7 @@ MOST = {
     **dict.fromkeys(
         ("max_new_tokens", "max_positions", "new_tokens", "length", "lengths", "limit", "context", "prompt"), MOST_SLOTS
     ),
-    **dict.fromkeys(("max_slots", "largest_prefill", "prefill_tokens", "chunk", "chunks"), MOST_SLOTS),
+    **dict.fromkeys(("max_slots", "largest_prefill", "prefill_tokens", "prefix_piece", "chunk", "chunks"), MOST_SLOTS),
     **dict.fromkeys(("interval", "recent", "width", "mean"), MOST_SLOTS),
     "page_size": 1 << 16,
     "num_pages": (1 << 31) - 1,

@@ -38,6 +38,7 @@ OPEN_CONTEXT = 32_768  # slots
 KEY, TRAINER_KEY = "JKV_API_KEY", "JKV_TRAINER_KEY"  # the environment variables
 LOCAL = ("127.0.0.1", "::1", "localhost")
 MOST_STOP_IDS = 32  # of a request
+PREFIX_PIECE = 64  # tokens: agents begin their prompts alike with a few hundred
 RANK = 16  # of adapters that are loaded later
 SERVER = (
     "name",
@@ -110,8 +111,8 @@ OPTIONS = (
         "largest_prefill",
         int,
         None,
-        "tokens of the largest prefill program, and of a piece of the prefix cache: 16, 64 or 128 on a CPU, 16, 64, 256 or "
-        "1024 where kernels run; default: the most",
+        "tokens of the largest prefill program: 16, 64 or 128 on a CPU, 16, 64, 256 or 1024 where kernels run; default: the "
+        "most",
         more={"metavar": "TOKENS"},
     ),
     DEVICE_PAGE_SIZE,
@@ -127,6 +128,14 @@ OPTIONS = (
         bool,
         False,
         "keep no prompt after its request; by default prompts stay in pages that nothing else needs",
+    ),
+    Option(
+        "prefix_piece",
+        int,
+        PREFIX_PIECE,
+        f"tokens of the pieces in which prompts are kept; default: {PREFIX_PIECE}. With as many as the largest prefill program "
+        "has, answers are the same bit for bit whether a prompt was kept or not",
+        more={"metavar": "TOKENS"},
     ),
     Option("trainer", bool, False, "answer a trainer too: /generate, /update_weights, /load_lora_adapter, /sleep and others"),
     Option(
@@ -233,6 +242,7 @@ def run(options: argparse.Namespace) -> int:
         kernels=options.kernels,
         speculate=drafter_named(options.speculate, options.drafts),
         prefix_cache=not (options.no_prefix_cache or model.config.unpaged_layers or is_sealed),
+        prefix_piece=options.prefix_piece,
         max_adapters=len(adapters) if options.max_adapters is None else options.max_adapters,
         adapter_rank=highest if options.adapter_rank is None else options.adapter_rank,
     )

@@ -54,7 +54,7 @@ class Apart:
         self._known[key] = None
         return out
 
-    def knows(self, name: str, *args: Any, **settings: Any) -> bool:
+    def knows(self, name: str, args: tuple[Any, ...], settings: Mapping[str, Any]) -> bool:
         """Whether a call would compile nothing."""
         return self._key(name, *split(getattr(self.programs, name), args, settings)) in self._known
 
@@ -64,7 +64,7 @@ class Apart:
         Raises:
           BaseException: what one of them has failed with, once none is being compiled; the next request tries them again.
         """
-        keys = [self.begin(name, *args, **settings) for name, args, settings in calls]
+        keys = [self.begin(*call) for call in calls]
         if any(key in self._coming for key in keys):
             return False
         errors = [self._failed.pop(key) for key in keys if key in self._failed]
@@ -72,7 +72,7 @@ class Apart:
             raise errors[0]
         return True
 
-    def begin(self, name: str, *args: Any, **settings: Any) -> Key:
+    def begin(self, name: str, args: tuple[Any, ...], settings: Mapping[str, Any]) -> Key:
         """Lets a call's program be compiled, unless it is already or has failed; returns its key."""
         program = getattr(self.programs, name)
         fixed, given = split(program, args, settings)

@@ -139,8 +139,9 @@ class Engine:
         self.runner.is_traced, self.runner.kept_rows = options.return_trace, self.scheduler.kept_rows
         self.runner.versions = self.scheduler.versions
         if options.prefix_cache:
-            piece = self.runner.prefill.sizes[-1], page_size, config.num_paged_layers * config.num_kv_heads
-            self.scheduler.prefix_cache = self.runner.prefix_cache = cache_for(*piece, self.needs.window)
+            piece, num_heads = options.prefix_piece or self.runner.prefill.sizes[-1], heads[0] * heads[1]
+            cache = cache_for(piece, page_size, num_heads, self.needs.window)
+            self.scheduler.prefix_cache = self.runner.prefix_cache = cache
         self.reset_stats()
 
     def __repr__(self) -> str:

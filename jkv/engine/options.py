@@ -29,7 +29,8 @@ from pallas_kernels.choice import VARIABLE, parse_choices
 from pallas_kernels.quantised import FORMATS, Format
 from pallas_kernels.sealed import SEALED, SealedFormat, check_page
 
-LIMITED = "max_running", "max_slots", "page_size", "num_pages", "max_stop_ids", "largest_prefill", "prefill_tokens"  # counts
+SIZES = "max_running", "max_slots", "page_size", "num_pages", "max_stop_ids"
+COUNTS = *SIZES, "largest_prefill", "prefill_tokens", "prefix_piece"
 GIVEN_ELSEWHERE = {  # settings that are not the engine's: where they are given
     **{name: f" Write sampling=jkv.Sampling({name}=...)." for name in SAMPLING_FIELDS},  # `generate` takes them as they are
     **dict.fromkeys(("stop", "stop_sequences"), " Write stop_strings=[...]."),
@@ -79,8 +80,8 @@ class EngineOptions:
         SnapKV. `generate` and `Rollout` set it.
       chunk: the most decode steps between two reads of the device by the host: 16, 8, 4, 2 or 1.
       largest_prefill: the most tokens that one prefill program reads, one of the sizes that the device has: 16, 64 and 128 on a
-        CPU, 16, 64, 256 and 1,024 where kernels run. The prefix cache keeps whole pieces of so many tokens: smaller
-        ones find shorter beginnings, and long prompts then pass more programs. None is the largest.
+        CPU, 16, 64, 256 and 1,024 where kernels run. With smaller ones long prompts pass more programs, and rows that decode
+        wait less for each. None is the largest.
       prefill_tokens: the most tokens of prompts that are prefilled between two chunks while rows decode, but at least one piece
         of `largest_prefill` tokens; None is two pieces. Chunks have at most 8 steps meanwhile. So no
         row waits for a long prompt. Tokens do not depend on it.
@@ -110,9 +111,13 @@ class EngineOptions:
         device; "paged_attention=reference,take_slots=gpu" chooses some by hand. The environment variable JKV_KERNELS does the
         same for a whole process.
       prefix_cache: whether prompts stay in the pool after their requests, in pages that nothing else needs, so that later ones
-        with the same beginning prefill the rest alone. Tokens and log-probabilities are the same bit for bit. `jkv serve`
-        turns it on. Calls of `generate` and `Rollout` share the prefill of equal prompts without it, and their other prompts
-        seldom begin with as many equal tokens, so they would hold memory in vain.
+        with the same beginning prefill the rest alone. `jkv serve` turns it on. Calls of `generate` and `Rollout` share the
+        prefill of equal prompts without it, and their other prompts seldom begin with as many equal tokens, so they would hold
+        memory in vain.
+      prefix_piece: tokens of the pieces in which the prefix cache keeps prompts, or the least multiple that fills pages. None
+        is as many as the largest prefill program has: then a prompt that is found has the same tokens and log-probabilities
+        bit for bit. Shorter pieces find more; the rest of a prompt then passes through other programs, which may round
+        otherwise. `jkv serve` sets 64.
       copy_kept: whether a row that is kept for a next turn is copied to host memory as well. Then it outlives the pool, which a
         device program that fails takes with it; without a copy, turns that continue it end with the reason "error". A copy
         takes the row's bytes, and the time to move them at the end of each turn.
@@ -152,6 +157,7 @@ class EngineOptions:
     mesh: jax.sharding.Mesh | None = None
     kernels: str | None = None
     prefix_cache: bool = False
+    prefix_piece: int | None = None
     copy_kept: bool = False
     speculate: Drafter | str | None = None
     max_adapters: int = 0
@@ -159,7 +165,7 @@ class EngineOptions:
     poison: bool = False
 
     def __post_init__(self) -> None:
-        for name in LIMITED:
+        for name in COUNTS:
             kind = int if name == "max_stop_ids" else int | None
             object.__setattr__(self, name, typed(name, getattr(self, name), kind))
             check_counts(**{name: getattr(self, name)})
@@ -214,7 +220,7 @@ class EngineOptions:
         Traceback (most recent call last):
         TypeError: 'max_runing' is no setting of an engine. Did you mean max_running? The settings are: max_running, \
 max_slots, page_size, kv_dtype, kv_memory, num_pages, policies, chunk, largest_prefill, prefill_tokens, first_chunk, \
-ahead, order, max_stop_ids, return_trace, routed_experts, mesh, kernels, prefix_cache, copy_kept, speculate, \
+ahead, order, max_stop_ids, return_trace, routed_experts, mesh, kernels, prefix_cache, prefix_piece, copy_kept, speculate, \
 max_adapters, adapter_rank, poison.
         """
         known = [field.name for field in dataclasses.fields(self)]

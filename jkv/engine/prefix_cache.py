@@ -1,9 +1,10 @@
 """Which prompts, or beginnings of prompts, stay in the pool after their requests, and which of them goes first.
 
 `PrefixCache` is host arithmetic; the functions after it hold and drop the pages. A prompt is cut into pieces of equally many
-tokens, and only whole pieces are kept. A piece is as long as the largest prefill program, or the least multiple of that which
-fills pages. So prefill from the end of a piece on runs the same programs on the same inputs as prefill of the whole prompt, and
-gives the same bits.
+tokens, and only whole pieces are kept. Where a piece is as long as the largest prefill program, or the least multiple of that
+which fills pages, prefill from the end of a piece on runs the same programs on the same inputs as prefill of the whole prompt,
+and gives the same bits. Shorter pieces find more of a prompt; the rest of it then passes through other programs, which may
+round otherwise.
 
 The key of a piece is a hash of its tokens and of the key before it. The first one continues the salt, the adapter,
 the weights' version, and how often the cache was cleared.
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from jkv.engine.requests import Request
 from jkv.engine.samples import Sample
 from jkv.engine.state import State
 from jkv.eviction import Policy
@@ -56,17 +58,25 @@ class PrefixCache:
 
     def find(self, keys: Sequence[bytes]) -> int:
         """How many leading pieces of a prompt are held. They become the most recently used ones."""
-        count = next((i for i, key in enumerate(keys) if key not in self._pages), len(keys))
+        count = self._count(keys)
         self._use(keys[:count])
         return count
+
+    def num_found(self, request: Request, version: int) -> int:
+        """Tokens that a row of a request would start from now, with weights of a version; no piece counts as used."""
+        keys = self.keys_of(request.prompt, request.cache_salt, version, request.adapter)
+        return self._count(usable(keys, request, self)) * self.piece
+
+    def _count(self, keys: Sequence[bytes]) -> int:
+        return next((i for i, key in enumerate(keys) if key not in self._pages), len(keys))
 
     def pages(self, key: bytes) -> Any:
         """The pages of a piece that is held, as they were added."""
         return self._pages[key]
 
-    def add(self, keys: Sequence[bytes], pages: Any) -> None:
-        """Adds the last piece of `keys`, which continues the others, all held."""
-        self._pages[keys[-1]] = pages
+    def add(self, keys: Sequence[bytes], pages: Sequence[Any]) -> None:
+        """Adds the last pieces of `keys`, which continue the others, all held; with the pages of each."""
+        self._pages.update(zip(keys[len(keys) - len(pages) :], pages, strict=True))
         self._use(keys)
 
     def _use(self, keys: Sequence[bytes]) -> None:
@@ -108,18 +118,18 @@ class PrefixCache:
         self._evicted.clear()
 
 
-def piece_for(program: int, page_size: int) -> int:
-    """Tokens of a piece, where the largest prefill program takes `program` tokens.
+def piece_for(num_tokens: int, page_size: int) -> int:
+    """Tokens of a piece: the least multiple of `num_tokens` that fills pages.
 
     >>> piece_for(256, 16), piece_for(256, 24)
     (256, 768)
     """
-    return math.lcm(program, page_size)
+    return math.lcm(num_tokens, page_size)
 
 
-def cache_for(program: int, page_size: int, num_heads: int, window: int) -> PrefixCache:
+def cache_for(num_tokens: int, page_size: int, num_heads: int, window: int) -> PrefixCache:
     """The cache of an engine with so many KV heads in all layers, whose scores read the last `window` queries of a prompt."""
-    piece = piece_for(program, page_size)
+    piece = piece_for(num_tokens, page_size)
     return PrefixCache(piece, num_heads * (piece // page_size), max(1, window))
 
 
@@ -133,23 +143,23 @@ def can_reuse(policy: Policy) -> bool:
     return not (needs.mass or needs.gate or needs.similarity or policy.evicts_in_steps)
 
 
-def usable(sample: Sample, cache: PrefixCache) -> tuple[bytes, ...]:
-    """The pieces that a sample may start from: prefill must still give its logits, and the last queries that scores read.
+def usable(keys: tuple[bytes, ...], request: Request, cache: PrefixCache) -> tuple[bytes, ...]:
+    """The pieces that a row may start from: prefill must still give its logits, and the last queries that scores read.
 
-    Those that any score of the engine reads, because samples of other policies may fork from this one's prefill.
+    As many queries as any score of the engine reads, because samples of other policies may fork from this one's prefill.
     """
-    return sample.pieces[: max(0, len(sample.request.prompt) - cache.rest) // cache.piece] if cache.piece else ()
+    return keys[: max(0, len(request.prompt) - cache.rest) // cache.piece] if cache.piece else ()
 
 
 def reserve(cache: PrefixCache, sample: Sample, counts_once: bool) -> None:
     """Before a sample is admitted: refreshes its match, whose pages are not reserved again if they count once."""
-    found = cache.find(usable(sample, cache))
+    found = cache.find(usable(sample.pieces, sample.request, cache))
     sample.num_shared_pieces = found if counts_once and sample.keeps_pieces else 0
 
 
 def adopt(programs: Any, state: State, cache: PrefixCache, row: int, sample: Sample) -> tuple[State, int]:
     """The state whose empty row starts with the longest match, and the number of its tokens."""
-    keys = usable(sample, cache)
+    keys = usable(sample.pieces, sample.request, cache)
     keys = keys[: cache.find(keys)]
     for key in keys:
         state = programs.adopt_pages(state, np.int32(row), cache.pages(key))
@@ -166,14 +176,15 @@ def keep(
     keys, page_size = sample.pieces, state.cache.pool.page_size
     size, shared = cache.piece // page_size, start // cache.piece
     if cache.find(keys) == shared:  # else the next piece is held too, in pages of another row
-        protected = {*in_use, *keys}
+        protected, held = {*in_use, *keys}, []
         for i in range(shared, len(keys)):
             if not (sample.keeps_pieces or make_room(cache, protected)):
                 break
             entry = np.arange(i * size, (i + 1) * size, dtype=np.int32)
             state, pages = programs.hold_pages(state, np.int32(row), entry)
-            cache.add(keys[: i + 1], pages)
-            shared = i + 1
+            held.append(pages)
+        shared += len(held)
+        cache.add(keys[:shared], held)
     sample.num_shared_pieces = shared if sample.keeps_pieces else 0
     return drop(programs, state, cache)
 

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,20 +21,21 @@ from jkv.checks import counted, size
 from jkv.engine import chunk_inputs, prefix_cache, programs, row_moves
 from jkv.engine import mesh as meshes
 from jkv.engine.adapter_store import AdapterStore
+from jkv.engine.ahead_of_time import Call
 from jkv.engine.chunk_inputs import for_chunk, row_settings
 from jkv.engine.clocks import is_ready
 from jkv.engine.device_program import LEAST_ROWS, device_program, programs_for
 from jkv.engine.drafters import Drafter, places_of
 from jkv.engine.faults import accuse, blame, working_for
 from jkv.engine.filling import PIECES, Filling, Pieces
-from jkv.engine.foreseen import Foreseen
+from jkv.engine.foreseen import Foreseen, moves_of, piece_moves, snapshot_of
 from jkv.engine.form_store import FormStore
 from jkv.engine.kept_rows import KeptRows
 from jkv.engine.memory import state_bytes
 from jkv.engine.parts.base import Carried, Rows
 from jkv.engine.parts.table import KINDS, Parts, names_on
 from jkv.engine.policy_checks import Trials
-from jkv.engine.prefix_cache import PrefixCache
+from jkv.engine.prefix_cache import PrefixCache, can_reuse
 from jkv.engine.processes import copy_to_host, host, spans
 from jkv.engine.programs import ChunkInputs
 from jkv.engine.records import RowOutputs, new_records
@@ -44,7 +45,7 @@ from jkv.engine.row_views import facts_for
 from jkv.engine.samples import Completion, Prefix, Sample, pieces_in_use, split_by_ownership
 from jkv.engine.scheduler import Actions, Capacity
 from jkv.engine.sharer import Sharer
-from jkv.engine.state import empty_state
+from jkv.engine.state import Snapshot, empty_state
 from jkv.engine.stats import Meter
 from jkv.eviction import Needs
 from jkv.eviction.policy import cutoff_of
@@ -183,7 +184,8 @@ class Runner:
         self._host: Callable[[Any], Any] = host if spans(mesh) else jax.device_get
         self.model, self.capacity, self.needs, self.mesh, self.max_stop_ids = model, capacity, needs, mesh, max_stop_ids
         devices = model.params.embedding.devices()
-        self.programs: Any = programs_for(programs if mesh is None else meshes.programs_on(mesh), devices, kernels)
+        self._programs: Any = programs_for(programs if mesh is None else meshes.programs_on(mesh), devices, kernels)
+        self.programs = self._programs  # or what stands for them
         self.version, self.is_traced, self.prefix_cache, self.kept_rows = 0, False, PrefixCache(), KeptRows()
         self.platform = platform_of(next(iter(devices)))
         self.prefill = chunk_inputs.prefill_programs(self.platform, lowest_capability(devices), largest_prefill)
@@ -194,7 +196,7 @@ class Runner:
         self.ahead = self.platform != "cpu" if ahead is None else ahead
         self.draws = DRAWS[0]  # the most general kind so far, until `lower`, because another kind compiles again
         self.parts_on: set[str] = set()  # the names of parts that a request has needed; stay for the same reason
-        self.foreseen = Foreseen(self)
+        self.foreseen = Foreseen(self.calls_of, lambda sample: self._kinds_for(self._rows_with(sample)))
         keep_programs()
         config, max_pages = model.config, num_pages_of(max_slots, capacity.page_size)
         sizes: dict[str, Any] = {
@@ -306,6 +308,96 @@ class Runner:
                 "The engine needs weights on the device; its own were forgotten, donated or deleted. Call update(params) first."
             )
 
+    # Its programs.
+
+    def compile_apart(self, notify: Callable[[], None]) -> None:
+        """Lets another thread compile what requests will need, and call `notify` whenever it has; until `compile_here`.
+
+        Processes of one mesh must call the same programs, so there each compiles at its call.
+        """
+        if not spans(self.mesh):
+            self._use(self.foreseen.begin(self.programs, notify))
+
+    def compile_here(self) -> None:
+        """Ends `compile_apart`."""
+        self.foreseen.end()
+        self._use(self._programs)
+
+    def _use(self, programs: Any) -> None:
+        self.programs = self.sharer.programs = programs
+
+    def _run(self, name: str, args: tuple[Any, ...], settings: Mapping[str, Any]) -> Any:
+        return getattr(self.programs, name)(*args, **settings)
+
+    def _prefill_call(self, row: int, token: np.ndarray, count: np.ndarray, parts: Parts, num_pages: int | None) -> Call:
+        """Of a piece of a prompt, [1, T]."""
+        args = self.params, self.state, np.asarray([row], np.int32), token, count, parts
+        return "prefill_chunk", args, {"num_pages": num_pages}
+
+    def _decode_call(self, inputs: ChunkInputs, carried: Carried, num_steps: int, draws: str) -> Call:
+        """Of a chunk."""
+        is_traced = self.is_traced and self.needs.has_events
+        return "decode_chunk", (self.params, self.state, inputs, carried, num_steps, draws, is_traced, self.drafter), {}
+
+    def _compact_call(self, request: Request, row: int, budgets: np.ndarray, sentences: Any, is_alive: Any) -> Call:
+        """Of a compaction of one row to budgets by layer, [L], or by KV head, [L, K]."""
+        evict = request.policy.evict
+        assert evict is not None
+        settings = {
+            "prompt_length": np.full(1, request.first_prompt, np.int32),
+            "protected": np.asarray([[evict.sinks], [evict.recent]], np.int32),
+            "evict": evict.static,
+            "is_traced": self.is_traced,
+            "facts": facts_for(request.policy, self.model),
+            "cutoff": cutoff_of(request.policy),
+            "sentences": sentences,
+            "is_alive": is_alive,
+        }
+        budgets = by_head(budgets, self.capacity.num_kv_heads)[:, None]
+        return "compact", (self.state, np.full(1, row, np.int32), budgets), settings
+
+    def calls_of(self, sample: Sample, is_forked: bool) -> Iterator[Call]:
+        """The calls that a fresh sample will make, whatever their arguments hold: see `jkv.engine.foreseen`."""
+        if self.state is None:  # asleep
+            return
+        request, none = sample.request, np.zeros(1, np.int32)
+        parts = self._parts_of_prompts(0, sample)
+        for num_tokens, num_pages in dict.fromkeys(self._pieces_of(sample)):
+            yield self._prefill_call(0, np.zeros((1, num_tokens), np.int32), none, parts, num_pages)
+        policy = request.policy
+        if policy.evict is not None and not policy.evict.needs.similarity:
+            target = policy.target(request.first_prompt, 0)
+            if target is None or request.most_tokens > target:
+                yield self._compact_call(request, 0, np.zeros(self.capacity.num_layers), None, self.all_alive)
+        if self.mesh is None:
+            yield from moves_of(request, self.state, self._snapshot, self._pad_rows([0]), is_forked)
+            if self.prefix_cache.piece and not request.num_kept and can_reuse(policy):
+                yield from piece_moves(self.state, self._snapshot, self.prefix_cache.piece // self.capacity.page_size)
+        rows = self._rows_with(sample)
+        draws, names = self._kinds_for(rows)
+        settings, carried = self._settings_for(rows, names)
+        inputs = for_chunk(settings, rows)._replace(is_alive=self.all_alive)
+        for num_steps in dict.fromkeys((1 if request.form_on_host else self.capacity.chunk, 1)):
+            yield self._decode_call(inputs, carried, num_steps, draws)
+
+    def _pieces_of(self, sample: Sample) -> Iterator[tuple[int, int | None]]:
+        """The sizes of the programs that prefill a fresh sample's prompt, and the pages that they read."""
+        request, done = sample.request, 0
+        if not request.num_kept:
+            if self.prefix_cache.piece and can_reuse(request.policy):
+                done = self.prefix_cache.num_found(request, self.versions[request.adapter])
+            for token, count in chunk_inputs.chunks(request.prompt[done : request.first_prompt], self.prefill):
+                done += int(count[0])
+                yield token.shape[1], self._pages_to_read(done)
+        if sample.pending:
+            first = len(request.prompt) - sample.pending
+            for token, _ in chunk_inputs.chunks(request.prompt[first : first + sample.next_piece], self.prefill):
+                yield token.shape[1], self._pages_to_read(None)
+
+    @functools.cached_property
+    def _snapshot(self) -> Snapshot:
+        return snapshot_of(self._programs.detach, self.state)
+
     # A step.
 
     def execute(self, actions: Actions) -> None:
@@ -317,7 +409,7 @@ class Runner:
                     with working_for([sample]):
                         table = sample.prefix.row.page_table
                         sample.row.swapped = row_moves.swap_out(self.programs, self.state, row, table)
-                        self.state = self.programs.release(self.state, self.pad_rows([row]))
+                        self.state = self.programs.release(self.state, self._pad_rows([row]))
         self.free(actions.free)
         if actions.admit:
             self._settings = None
@@ -380,7 +472,7 @@ class Runner:
         begin = prefix.row
         with self.meter.clock("prefill_seconds"):
             for owns_all, group in split_by_ownership(admitted):
-                self.state = self.programs.fork(self.state, begin.snapshot, self.pad_rows(group), owns_all)
+                self.state = self.programs.fork(self.state, begin.snapshot, self._pad_rows(group), owns_all)
         for sample in admitted.values():
             completion = sample.completion
             completion.is_forked, completion.error = True, completion.error or prefix.error
@@ -417,17 +509,16 @@ class Runner:
         for token, count in chunk_inputs.chunks(tokens, self.prefill):
             yield int(count[0])
             done = None if done is None else done + int(count[0])
-            num_pages = self.pages_to_read(done)
+            num_pages = self._pages_to_read(done)
             self.meter.stats.prefilled += int(count[0])
             with self.meter.clock("prefill_seconds"), self.meter.stats.idle.dispatching(is_ready(self.state)):
-                parts = self.parts_of_prompts(row, sample)
-                args = self.params, self.state, np.asarray([row], np.int32), token, count, parts
-                self.state, hidden, held, experts = self.programs.prefill_chunk(*args, num_pages=num_pages)
+                call = self._prefill_call(row, token, count, self._parts_of_prompts(row, sample), num_pages)
+                self.state, hidden, held, experts = self._run(*call)
                 self.held.append(held)
                 if sample.row.records is not None:
                     sample.row.records.prefilled(token[0, : count[0]], hidden, experts)
 
-    def pages_to_read(self, done: int | None) -> int | None:
+    def _pages_to_read(self, done: int | None) -> int | None:
         """Pages that a piece of a prompt reads of its row, which then has `done` tokens; None for all that it can have."""
         if done is None or not self._gathers_prompts:
             return None
@@ -445,7 +536,7 @@ class Runner:
             self.state = row_moves.settle(self.programs, self.state, kept)
         if rows:
             with self.meter.stats.idle.dispatching(is_ready(self.state)):
-                self.state = self.programs.release(self.state, self.pad_rows(rows))
+                self.state = self.programs.release(self.state, self._pad_rows(rows))
 
     def free(self, prefixes: Sequence[Prefix]) -> None:
         """Frees prefixes (after a copy to host memory, if a swapped-out sample needs it) and what the prefix cache evicted."""
@@ -475,13 +566,14 @@ class Runner:
 
     def dispatch(self, running: dict[int, Sample], num_steps: int, last: Flight | None = None) -> Flight:
         """Dispatches one chunk; `last` is the one before, if its tokens are not read yet."""
-        is_traced = self.is_traced and self.needs.has_events
         inputs = self._chunk_inputs(running)._replace(is_alive=alive_after(last, self.all_alive))
-        num_steps = self.foreseen.steps_for(inputs, self._carried, num_steps, is_traced)
+
+        def call(steps: int) -> Call:
+            return self._decode_call(inputs, self._carried, steps, self.draws)
+
+        num_steps = self.foreseen.steps_for(call, num_steps)
         with self.meter.clock("decode_seconds"), self.meter.stats.idle.dispatching(is_ready(self.state)):
-            self.state, outputs, self._carried = self.programs.decode_chunk(
-                self.params, self.state, inputs, self._carried, num_steps, self.draws, is_traced, self.drafter
-            )
+            self.state, outputs, self._carried = self._run(*call(num_steps))
             if self.needs.sharing:
                 self.sharer.find_pairs(running, self.state, num_steps, outputs)
         scores, self.scores = self.scores, []
@@ -559,30 +651,11 @@ class Runner:
             self._map_width = max(self._map_width, 1 << (request.most_tokens - 1).bit_length())
             sentences = map_sentences(sample.row.records.sentences, self._map_width)
         with self.meter.stats.idle.dispatching(is_ready(self.state)), self.meter.compaction(lambda: self.state):
-            self.state, dropped, is_left, kinds = self.programs.compact(
-                self.state,
-                np.full(1, row, np.int32),
-                by_head(sample.budgets, self.capacity.num_kv_heads)[:, None],
-                **self.compaction_of(request),
-                sentences=sentences,
-                is_alive=alive_after(last, self.all_alive),
-            )
+            call = self._compact_call(request, row, sample.budgets, sentences, alive_after(last, self.all_alive))
+            self.state, dropped, is_left, kinds = self._run(*call)
         self.scores.append((sample.prefix if sample.reads_prefix and sample.is_filling else sample, kinds))
         is_planned = request.policy.is_planned
         return dropped, is_left, None if is_planned else self.programs.filled_slots(self.state, np.int32(row))
-
-    def compaction_of(self, request: Request) -> dict[str, Any]:
-        """The arguments of a compaction that are the same for all of a request's."""
-        evict = request.policy.evict
-        assert evict is not None
-        return {
-            "prompt_length": np.full(1, request.first_prompt, np.int32),
-            "protected": np.asarray([[evict.sinks], [evict.recent]], np.int32),
-            "evict": evict.static,
-            "is_traced": self.is_traced,
-            "facts": facts_for(request.policy, self.model),
-            "cutoff": cutoff_of(request.policy),
-        }
 
     def lower(self) -> None:
         """Chunks serve no more kinds of requests than those that come from now on: see `draws`. For an idle engine."""
@@ -590,30 +663,36 @@ class Runner:
         self.foreseen.lower()
         self._settings, self._carried = None, Carried()
 
-    def rows_of(self, running: Mapping[int, Sample]) -> Rows:
+    def _rows_of(self, running: Mapping[int, Sample]) -> Rows:
         stores = self.drafter, self.forms, self.adapters
         return Rows(running, self.num_rows, self.model, self.needs, self.gate, self.routed_experts, *stores)
 
-    def parts_of_prompts(self, row: int, sample: Sample) -> Parts:
+    def _rows_with(self, sample: Sample) -> Rows:
+        """The rows that run, with one more, in a free one if there is any."""
+        running = dict(self.meter.running)
+        row = next((row for row in range(self.capacity.max_running) if row not in running), 0)
+        return self._rows_of({**running, row: sample})
+
+    def _parts_of_prompts(self, row: int, sample: Sample) -> Parts:
         """The parts that see the tokens of a prompt, which go to one row."""
-        rows = self.rows_of({row: sample})
+        rows = self._rows_of({row: sample})
         return Parts.from_names({name: kind.of(rows) for name, kind in KINDS.items() if kind.sees_prompts and kind.is_on(rows)})
 
     def _chunk_inputs(self, running: Mapping[int, Sample]) -> ChunkInputs:
         """The inputs of the next chunk; settings stay on the device until the rows change."""
-        rows = self.rows_of(running)
+        rows = self._rows_of(running)
         if self._settings is None:
-            self.draws, self.parts_on = self.kinds_for(rows)
-            self._settings, self._carried = self.settings_for(rows, self.parts_on)
+            self.draws, self.parts_on = self._kinds_for(rows)
+            self._settings, self._carried = self._settings_for(rows, self.parts_on)
         return for_chunk(self._settings, rows)
 
-    def kinds_for(self, rows: Rows) -> tuple[str, set[str]]:
+    def _kinds_for(self, rows: Rows) -> tuple[str, set[str]]:
         """The kind of draws and the parts of a chunk of these rows: those of theirs, of earlier ones, and those foreseen."""
         draws, names = self.foreseen.draws, self.foreseen.names
         most = max([self.draws, draws, *(request.sampling.draws for request in rows.requests)], key=DRAWS.index)
         return most, self.parts_on | names | names_on(rows)
 
-    def settings_for(self, rows: Rows, names: Collection[str]) -> tuple[ChunkInputs, Carried]:
+    def _settings_for(self, rows: Rows, names: Collection[str]) -> tuple[ChunkInputs, Carried]:
         """The settings of these rows, and what their parts keep on the device, placed as a chunk returns it."""
         sharding = None if self.mesh is None else meshes.replicated(self.mesh)
         kept = [KINDS[name].carried(rows) for name in names]
@@ -621,6 +700,6 @@ class Runner:
         sizes = {"max_stop_ids": self.max_stop_ids, "page_size": self.capacity.page_size}
         return row_settings(rows, names, **sizes, sharding=sharding), Carried(**carried)
 
-    def pad_rows(self, rows: Sequence[int]) -> np.ndarray:
+    def _pad_rows(self, rows: Sequence[int]) -> np.ndarray:
         """Row indices padded to all rows of the pool with an index out of range, which programs ignore."""
         return np.pad(np.asarray(rows, np.int32), (0, self.num_rows - len(rows)), constant_values=self.num_rows)

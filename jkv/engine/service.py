@@ -430,7 +430,7 @@ class Owner:
         try:
             with self.engine.guard.owned("serve"):
                 if self.compiles_apart:
-                    self.engine.runner.foreseen.begin(self.notify)
+                    self.engine.runner.compile_apart(self.notify)
                 started.set_result(None)
                 while not (self.is_ending and self.engine.is_idle and not self.compiling):
                     self.obey()
@@ -438,7 +438,7 @@ class Owner:
                         self.step()
                     elif self.is_quiet:
                         self.settle(None)
-                self.engine.runner.foreseen.end()
+                self.engine.runner.compile_here()
             self.end("The service is closed. Make another jkv.Service.", is_failure=False)
         except BaseException as error:
             if started.done():

@@ -91,18 +91,24 @@ def test_others_go_on_while_a_request_waits_for_its_programs(model, service, com
     np.testing.assert_array_equal(waits.result().tokens, alone(model, PROMPT, **PENALISED).tokens)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_foreseen_is_what_is_called(model, service, kind, monkeypatch, caplog):
-    """Nothing of a request's prefill, compaction and first chunks compiles in the owner's thread."""
+def watch(service, monkeypatch):
+    """The programs that are called from now on, and whether they are compiled by then."""
     apart = service.call(lambda engine: engine.runner.programs).result()
     called, call = [], apart._call
 
     def watched(name, *args, **settings):
-        is_known = apart.knows(name, *args, **settings)
+        is_known = apart.knows(name, args, settings)
         called.append((name, is_known))
         return call(name, *args, **settings)
 
     monkeypatch.setattr(apart, "_call", watched)
+    return called
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_foreseen_is_what_is_called(model, service, kind, monkeypatch, caplog):
+    """Nothing of a request's prefill, compaction and first chunks compiles in the owner's thread."""
+    called = watch(service, monkeypatch)
     found = service.submit([3, 7] * 13 + [1], **KINDS[kind]).result()
     np.testing.assert_array_equal(found.tokens, alone(model, [3, 7] * 13 + [1], **KINDS[kind]).tokens)
     moves = {"samples": ("detach", "fork"), "kept": ("detach",)}.get(kind.split(",")[0], ())
@@ -111,6 +117,19 @@ def test_what_is_foreseen_is_what_is_called(model, service, kind, monkeypatch, c
     assert {"prefill_chunk", "decode_chunk"} <= {name for name, _ in foreseen}
     assert all(is_known for _, is_known in foreseen), foreseen
     assert not caplog.records
+
+
+def test_what_a_prompt_needs_of_which_the_cache_has_some_is_foreseen(model, monkeypatch):
+    knobs = {"max_running": 2, "max_slots": 256, "page_size": 4, "policies": [R_KV], "prefix_cache": True, "prefix_piece": 8}
+    prompt = [3, 7] * 65  # of two prefill programs, and of a smaller one where 120 tokens are found
+    with jkv.Service(jkv.Engine(model, **knobs), compiles_apart=True) as service:
+        called = watch(service, monkeypatch)
+        first, again = (service.submit(prompt, **ASKED).result() for _ in range(2))
+    assert [one.samples[0].cached_tokens for one in (first, again)] == [0, 120]
+    moves = {"hold_pages", "adopt_pages"}
+    foreseen = [one for one in called if one[0] in ("prefill_chunk", "compact", "decode_chunk", *moves)]
+    assert moves <= {name for name, _ in foreseen}
+    assert all(is_known for _, is_known in foreseen), foreseen
 
 
 def test_a_program_that_does_not_compile_ends_its_request_alone(service, compiler):
@@ -157,10 +176,10 @@ def test_weights_of_another_form_are_another_program(model):
     apart = ahead_of_time.Apart(Programs(), lambda: None)
     in_bytes = jkv.quantise_weights(model.params, "int8")
     assert apart.run(model.params, np.zeros(2)) is apart.run(model.params, np.ones(2))
-    assert apart.knows("run", jax.tree.map(jnp.copy, model.params), np.zeros(2))
+    assert apart.knows("run", (jax.tree.map(jnp.copy, model.params), np.zeros(2)), {})
     for others in ((in_bytes, np.zeros(2)), (model.params, np.zeros(3)), (model.params, np.zeros(2, np.int8))):
-        assert not apart.knows("run", *others)
-    assert apart.knows("run", model.params, np.zeros(2))
+        assert not apart.knows("run", others, {})
+    assert apart.knows("run", (model.params, np.zeros(2)), {})
     apart.close()
 
 

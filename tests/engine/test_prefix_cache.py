@@ -49,8 +49,8 @@ class Reference:
             self.held.remove(one)
             self.held.append(one)
 
-    def add(self, beginnings):
-        self.held.append(beginnings[-1])
+    def add(self, beginnings, num_new):
+        self.held.extend(beginnings[len(beginnings) - num_new :])
         self.use(beginnings)
 
     def evict(self, in_use):
@@ -72,9 +72,9 @@ def test_random_operations_agree_with_a_plain_list(seed):
         if rng.random() < 0.7:
             found = cache.find(keys)
             assert found == reference.find(beginnings)
-            if found < len(keys):
-                cache.add(keys[: found + 1], beginnings[found])
-                reference.add(beginnings[: found + 1])
+            end = int(rng.integers(found, len(keys) + 1))
+            cache.add(keys[:end], beginnings[found:end])
+            reference.add(beginnings[:end], end - found)
         else:
             count = int(rng.integers(len(keys) + 1))
             expected = reference.evict(beginnings[:count])
@@ -152,6 +152,21 @@ def test_rows_that_start_from_the_cache_give_the_same_bits(pair, policy):
     assert part.runner.num_held_pages == part.scheduler.prefix_cache.num_pages
     assert whole.runner.num_held_pages == 0
     assert_engine_is_consistent(part)
+
+
+@pytest.mark.everyday(where=lambda policy, size: policy.name == "r_kv")
+@pytest.mark.parametrize("size", [3, 4])  # a piece has 12 tokens, or a page's 4: shorter than a prefill program
+@pytest.mark.parametrize("policy", [jkv.full(), R_KV, jkv.quest(budget=32)], ids=lambda policy: policy.name)
+def test_short_pieces_find_more_and_change_only_rounding(model, policy, size):
+    whole, part = (jkv.Engine(model, **KNOBS, policies=[policy], prefix_cache=on, prefix_piece=size) for on in (False, True))
+    expected, got = (results(engine, PROMPTS, policy) for engine in (whole, part))
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+    begun = [0, 50, 31, 50, 20]  # tokens that each prompt shares with those before it; the last is always computed
+    piece, rest = size * 4 if size == 3 else size, part.scheduler.prefix_cache.rest
+    assert cached(got) == [min(n, len(prompt) - rest) // piece * piece for n, prompt in zip(begun, PROMPTS, strict=True)]
+    assert part.runner.num_held_pages == part.scheduler.prefix_cache.num_pages
 
 
 @pytest.mark.everyday(where=lambda policy: policy.name == "r_kv")

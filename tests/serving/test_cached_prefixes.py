@@ -8,7 +8,6 @@ from tests.serving.conftest import SETTINGS, Running
 httpx = pytest.importorskip("httpx")
 
 PROMPT = [4 + i * i % 50 for i in range(300)]
-PIECE = 256  # of tokens, that prefill computes at once on a CPU
 
 
 def ask(server, **fields):
@@ -26,16 +25,15 @@ def counted(server):
     return [float(value) for value in values]
 
 
-@pytest.mark.parametrize("keeps", [True, False])
-def test_a_second_request_prefills_the_rest_of_its_prompt_and_says_so(chat_model, keeps):
-    engine = jkv.Engine(
-        chat_model, max_running=2, max_slots=512, page_size=16, policies=[jkv.r_kv(**SETTINGS)], prefix_cache=keeps
-    )
+@pytest.mark.parametrize(("piece", "found"), [(None, 256), (16, 288), (0, 0)])  # None: of 128 tokens; 0: no cache
+def test_a_second_request_prefills_the_rest_of_its_prompt_and_says_so(chat_model, piece, found):
+    settings = {"prefix_cache": piece != 0, "prefix_piece": piece or None}
+    engine = jkv.Engine(chat_model, max_running=2, max_slots=512, page_size=16, policies=[jkv.r_kv(**SETTINGS)], **settings)
     server = Running(engine, policy="full", settings={})
     try:
         first, second, other, again = (ask(server, **salt) for salt in ({}, {}, {"cache_salt": "b"}, {"cache_salt": "b"}))
-        assert [one[1] for one in (first, second, other, again)] == [0, PIECE * keeps, 0, PIECE * keeps]
+        assert [one[1] for one in (first, second, other, again)] == [0, found, 0, found]
         assert first[0] == second[0] == other[0] == again[0]
-        assert counted(server) == ([4 * len(PROMPT), 2 * PIECE] if keeps else [0, 0])
+        assert counted(server) == ([4 * len(PROMPT), 2 * found] if found else [0, 0])
     finally:
         server.close()
