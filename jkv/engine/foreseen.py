@@ -3,8 +3,9 @@
 A runner says which programs a fresh request calls (`jkv.engine.runner.Runner.calls_of`): for the pieces of its prompt, the
 compaction of its policy, and chunks of decode steps with its kinds of draws and parts beside those of the rows that run; on one
 device also the programs that fork a prompt's row to its samples, keep a row for the next turn, or share pages of the prefix
-cache. Chunks of other sizes are replaced by shorter ones until they are compiled. The rest compiles at its first call, and all
-rows wait: small programs that swap rows, sharing, and compactions that compare sentences.
+cache. Chunks of other sizes are replaced by shorter ones until they are compiled. Programs that swap rows on one device compile
+from the start on, and no request waits for them. The rest compiles at its first call, and all rows wait: sharing, and
+compactions that compare sentences.
 """
 
 import logging
@@ -15,6 +16,7 @@ import jax
 import numpy as np
 
 from jkv.checks import described
+from jkv.engine import row_moves
 from jkv.engine.ahead_of_time import Apart, Call, shape_of
 from jkv.engine.requests import Request
 from jkv.engine.samples import Sample
@@ -94,6 +96,12 @@ class Foreseen:
         self.draws, self.names = draws, names
         return True
 
+    def prepare(self, calls: Iterable[Call]) -> None:
+        """Lets programs be compiled that no request waits for."""
+        if self._apart is not None:
+            for call in calls:
+                self._apart.begin(*call)
+
     def steps_for(self, call: Callable[[int], Call], num_steps: int) -> int:
         """Decode steps of the next chunk: at most `num_steps`, and fewer while the program of these is being compiled.
 
@@ -137,6 +145,21 @@ def moves_of(request: Request, state: State, snapshot: Snapshot, rows: np.ndarra
         is_own = np.zeros(snapshot.block_table.page_table.shape, bool)
         yield "attach", (state, snapshot._replace(beside=beside), row, is_own), {}
         yield "free", (state, snapshot.block_table), {}
+
+
+def swaps_of(programs: Any, state: State, snapshot: Snapshot) -> Iterator[Call]:
+    """The calls that swap a row out to host memory and in again."""
+
+    def on_host(tree: Any) -> Any:
+        return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), tree)
+
+    table, row = snapshot.block_table.page_table, np.int32(0)
+    page = row_moves.pad_block(np.zeros((table.shape[1], 0), np.int32), 0)
+    content = jax.eval_shape(programs.read_pages, jax.tree.map(shape_of, state), page)
+    yield "snapshot_row", (state, row), {}
+    yield "read_pages", (state, page), {}
+    yield "attach", (state, on_host(snapshot), row, np.zeros(table.shape, bool)), {}
+    yield "write_pages", (state, page, on_host(content)), {}
 
 
 def piece_moves(state: State, snapshot: Snapshot, num_pages: int) -> Iterator[Call]:

@@ -28,7 +28,7 @@ from jkv.engine.device_program import LEAST_ROWS, device_program, programs_for
 from jkv.engine.drafters import Drafter, places_of
 from jkv.engine.faults import accuse, blame, working_for
 from jkv.engine.filling import PIECES, Filling, Pieces
-from jkv.engine.foreseen import Foreseen, moves_of, piece_moves, snapshot_of
+from jkv.engine.foreseen import Foreseen, moves_of, piece_moves, snapshot_of, swaps_of
 from jkv.engine.form_store import FormStore
 from jkv.engine.kept_rows import KeptRows
 from jkv.engine.memory import state_bytes
@@ -317,6 +317,8 @@ class Runner:
         """
         if not spans(self.mesh):
             self._use(self.foreseen.begin(self.programs, notify))
+        if self.mesh is None and self.state is not None:
+            self.foreseen.prepare(swaps_of(self._programs, self.state, self._snapshot))
 
     def compile_here(self) -> None:
         """Ends `compile_apart`."""

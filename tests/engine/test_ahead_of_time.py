@@ -2,6 +2,7 @@
 
 import inspect
 import threading
+from concurrent.futures import wait
 
 import jax
 import jax.numpy as jnp
@@ -130,6 +131,21 @@ def test_what_a_prompt_needs_of_which_the_cache_has_some_is_foreseen(model, monk
     foreseen = [one for one in called if one[0] in ("prefill_chunk", "compact", "decode_chunk", *moves)]
     assert moves <= {name for name, _ in foreseen}
     assert all(is_known for _, is_known in foreseen), foreseen
+
+
+def test_swaps_are_foreseen_and_no_request_waits_for_them(model, monkeypatch):
+    asked = ASKED | {"policy": jkv.full(), "max_new_tokens": 48}
+    with jkv.Service(make_engine(model, 3, ROW), compiles_apart=True) as service:
+        apart = service.call(lambda engine: engine.runner.programs).result()
+        wait([*apart._coming.values()])
+        called = watch(service, monkeypatch)
+        outs = [ticket.result() for ticket in [service.submit(PROMPT, **asked) for _ in range(3)]]
+        assert sum(out.samples[0].preemptions for out in outs)
+    swaps = {"snapshot_row", "read_pages", "attach", "write_pages"}
+    assert swaps <= {name for name, _ in called}
+    assert all(is_known for name, is_known in called if name in swaps), called
+    for out in outs:
+        np.testing.assert_array_equal(out.tokens, alone(model, PROMPT, **asked).tokens)
 
 
 def test_a_program_that_does_not_compile_ends_its_request_alone(service, compiler):
