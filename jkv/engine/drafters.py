@@ -105,7 +105,7 @@ class Ngram:
 
 @dataclasses.dataclass(frozen=True)
 class Siblings(Ngram):
-    """What followed the row's last tokens in its own text, or in those of other samples of its prompt: for groups of samples.
+    """What followed the row's last tokens in its own text, or in other samples of its prompt: for groups of samples.
 
     The longest repetition counts, of equal ones the row's own. Each row searches the texts of all rows, so the search takes as
     many times as long as there are rows. Guesses change no token, so a sample does not depend on its siblings.

@@ -568,7 +568,8 @@ class Engine:
     def add_adapter(self, name: str, adapter: Adapter) -> None:
         """Puts a low-rank adapter into a free place; requests with `adapter=name` use it.
 
-        Nothing compiles, but for the engine's first adapter the program that writes a place, and at their next use the others.
+        The engine's first adapter compiles the program that writes a place, and all others at their next use. Later adapters
+        compile nothing.
 
         Args:
           name: by which requests choose it.
@@ -719,7 +720,8 @@ class Engine:
 
         Args:
           version: the number of changes so far.
-          versions: of the weights, by the adapter of the requests that use them, which is empty for none; None is `version`.
+          versions: the version of the weights that requests use, by the name of their adapter, "" for none; None means
+            `version`.
 
         Raises:
           ValueError: it has had requests.
@@ -779,10 +781,10 @@ class Engine:
         return request
 
     def is_foreseen(self, requests: Sequence[Request]) -> bool:
-        """Whether the programs of checked samples of one prompt are compiled; if not, they are being (`jkv.engine.foreseen`).
+        """Whether the programs for checked samples of one prompt are compiled; if not, starts to (`jkv.engine.foreseen`).
 
         Raises:
-          BaseException: what one of them has failed with.
+          BaseException: the error of a program that failed to compile.
         """
         sample = self._sample(-1, 0, requests[0], None)
         sample.pending = len(sample.request.prompt) - (sample.request.num_kept or sample.request.first_prompt)

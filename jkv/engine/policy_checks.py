@@ -150,7 +150,7 @@ class Trials:
 
 @functools.partial(jax.jit, static_argnames="evict")
 def scores(state: State, row: Array, budget: Array, prompt: Array, similarity: Array | None, facts: Any, evict: Evict) -> Any:
-    """What a score says of rows, for its shapes: JAX knows those of what it has traced before."""
+    """The scores of rows, for their shapes: JAX knows the shapes of what it has traced before."""
     view = view_of_rows(state.cache, row, evict, budget, prompt, None, facts)
     if similarity is not None:
         view = view._replace(similarity=jnp.broadcast_to(similarity, view.position.shape))

@@ -32,7 +32,7 @@ class PrefixCache:
 
     Attributes:
       spare: pages that no reservation needs, by which the cache may grow in this step; the scheduler sets it.
-      num_clears: how often it was cleared.
+      num_clears: how often the cache was cleared.
     """
 
     def __init__(self, piece: int = 0, pages_of_piece: int = 0, rest: int = 1) -> None:
@@ -93,7 +93,7 @@ class PrefixCache:
             pass
 
     def clear(self, in_use: Collection[bytes]) -> None:
-        """Evicts all pieces that are not in use; the others match no prompt from now on."""
+        """Evicts all pieces that are not in use; pieces in use match no later prompt."""
         self.num_clears += 1
         self.evict_all(in_use)
 

@@ -46,7 +46,7 @@ class RopeScaling:
     truncates: bool = True  # whether the ramp between the two ends at whole pairs of channels
     short_factor: tuple[float, ...] = ()  # of LongRoPE: divide each frequency, in models of at most the original context
     long_factor: tuple[float, ...] = ()  # and in longer ones
-    share: float = 1.0  # of "proportional": of the pairs of channels, those of the highest frequencies, that turn
+    share: float = 1.0  # "proportional": the share of channel pairs that rotate, the highest frequencies first
 
 
 UNSCALED = RopeScaling()

@@ -17,7 +17,7 @@ from pallas_kernels.rotate_append.reference import rotate
 def rotation(config: ModelConfig, position: Int[Array, "*B"]) -> tuple[Float[Array, "*B half"], Float[Array, "*B half"]]:
     """The cosines and sines that rotate queries and keys to their positions, times the attention factor.
 
-    They are those of the layers with RoPE; `ModelConfig.layers_without_rope` lists the others.
+    They are for layers with RoPE; `ModelConfig.layers_without_rope` lists the other layers.
     """
     return turned(rotary_angle(config, position), config.rope_scaling.attention_factor)
 

@@ -77,7 +77,7 @@ def critical_kv(
 
     Departures:
       - The authors compact the prompt once; this compacts while decoding, as `snap_kv` does here.
-      - Slots that are protected besides the window may be among those of the largest a.
+      - Slots that are protected besides the window may be among the slots with the largest a.
       - Max-pooling gives neighbours the same a. Where not all of them fit, the earlier slots stay; the authors, and kvpress,
         take what `torch.topk` returns, which promises no order.
 

@@ -125,7 +125,7 @@ def twin_kv(
     """
     other = inner(around, "twin_kv", budget=budget)
     if other.evict.scope != "head":
-        rule = f"twin_kv needs a policy with scope 'head' as `around`; {other.name} has scope {other.evict.scope!r}. Use 'head'."
+        rule = f"twin_kv needs an `around` with scope 'head'; {other.name} has scope {other.evict.scope!r}. Use 'head'."
         raise refused(rule, around="unsupported")
     recent = max(default_recent(budget), other.needs.window) if recent is None else recent
     guard = protection(other.needs.window, sinks, recent, protect_prompt)

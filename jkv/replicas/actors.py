@@ -355,7 +355,7 @@ class RayCarrier:
         return [(frozenset(bucket.leaves), ray.put(bucket)) for bucket in pack(leaves)]
 
     def use(self, change: Change) -> None:
-        """The newest buckets of all leaves, or another adapter; buckets that nobody needs any more are dropped."""
+        """Keeps the newest buckets of all leaves, or another adapter; drops buckets that are no longer needed."""
         buckets, newest, digests = self._weights
         if change.digests is not None:
             new = frozenset[int]().union(*(owned for owned, _ in change.content))

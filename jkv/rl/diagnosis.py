@@ -82,7 +82,7 @@ class Diagnosis:
       nearest: the log-probabilities that theirs are nearest to, a key of `distances`.
       change: what the trainer does to these: "", "negated", "as probabilities", "one token late" or "one token early".
       difference: the absolute difference from these, so changed, in nats: the 99th percentile.
-      is_right: whether theirs are those of the draws, to 1e-5 nats at the 99th percentile.
+      is_right: whether theirs equal the log-probabilities of the draws, to 1e-5 nats at the 99th percentile.
       distances: of theirs, unchanged, from each, over the tokens that theirs have and that are not certain in all of them.
       left_out: drawn tokens for which theirs have 0, NaN or an infinity, by index `[n, 2]` of row and token.
       rows: the rows that are within 1e-5 nats of the draws in all their tokens.
@@ -179,7 +179,7 @@ def checked(theirs: Any, out: Result) -> np.ndarray:
         raise refused(rule, theirs="wrong_type") from None
     if values.shape != out.tokens.shape:
         rule = f"theirs must have the shape of out.tokens, {list(out.tokens.shape)}; got {list(values.shape)}."
-        how = "Return a number for each token of a completion, without those of the prompt, padded on the right."
+        how = "Return a number for each token of a completion and none for the prompt, padded on the right."
         raise refused(f"{rule} {how}", theirs="wrong_type")
     return np.where(values == -np.inf, LEAST, values)
 

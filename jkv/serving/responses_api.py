@@ -266,7 +266,7 @@ def text_of(content: Any, where: str) -> Any:
 
 
 def check_instructions(asked: Asked, messages: Sequence[Any]) -> None:
-    """Refuses other instructions than those of the conversation that goes on, whose `messages` begin with them."""
+    """Refuses instructions that differ from the continued conversation's, whose `messages` begin with them."""
     if asked.instructions and {"role": "system", "content": asked.instructions} not in messages[:1]:
         rule = (
             "{field} are the conversation's own with previous_response_id, whose tokens stay; got others. Leave them out, or "

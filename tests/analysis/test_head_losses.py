@@ -101,8 +101,8 @@ def test_budgets_of_known_losses():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: jkv.head_losses(tiny_model(), [], jkv.snap_kv(16)), "need texts"),
-        (lambda: jkv.head_losses(tiny_model(), [([1], [])], jkv.snap_kv(16)), "need texts"),
+        (lambda: jkv.head_losses(tiny_model(), [], jkv.snap_kv(16)), "needs texts"),
+        (lambda: jkv.head_losses(tiny_model(), [([1], [])], jkv.snap_kv(16)), "needs texts"),
         (lambda: jkv.head_losses(tiny_model(), TEXTS, "r_kv"), "policy"),
         (lambda: jkv.head_losses(tiny_model(), TEXTS, jkv.full()), "full evicts none"),
         (lambda: jkv.head_losses(tiny_model(), TEXTS, jkv.quest(16)), "quest evicts none, or also selects"),

@@ -50,7 +50,7 @@ class JkvRollout(base_rollout.BaseRollout):
         the role a mesh of the same devices with a longer "tp". None splits heads over the devices of the weights.
       rollout_config: the configuration of training. A call may pass another; a larger one rebuilds the engine.
       policy: the eviction policy; None means the full cache.
-      live: whether each call reads the actor's weights directly. With False, the weights are those of `update_params`. None
+      live: whether each call reads the actor's weights directly. With False, the weights come from `update_params`. None
         means live if the actor is on the devices of the mesh.
       lora_alpha: the alpha of the actor's adapters; None reads it from the rules of qwix.
       sleeps: whether the pool is freed between calls to make room for the trainer. References to live weights are dropped too,
