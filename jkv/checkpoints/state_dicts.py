@@ -24,7 +24,7 @@ from jkv.model.params import Codes, Model, ModelConfig, Params
 from jkv.model.weight_shapes import leaf_name, weight_shapes
 from jkv.model.weights import check_config, is_in_memory, shapes_of
 
-MAXTEXT = {  # field of Params or LayerParams -> path in MaxText's tree, under `decoder.layers_0` and so on for those of a layer
+MAXTEXT = {  # field of Params or LayerParams -> path in MaxText's tree, under `decoder.layers_0` and so on for a layer's fields
     "embedding": "token_embedder.embedding",
     "final_norm": "decoder.decoder_norm.scale",
     "unembedding": "decoder.logits_dense.kernel",

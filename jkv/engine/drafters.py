@@ -132,7 +132,7 @@ class Siblings(Ngram):
 class DraftPages:
     """What the model itself draws when it reads only some pages of the row's cache: for long caches, on accelerators.
 
-    Before each step that checks guesses, the model decodes so many tokens ahead, one at a time (`jkv.engine.page_drafts`). It
+    Before each step that checks guesses, the model decodes that many tokens ahead, one at a time (`jkv.engine.page_drafts`). It
     reads a row's first page and its newest ones, in each layer and KV head, besides what it decodes ahead. So a guess costs a
     pass through the weights, which all rows share, and little of the cache. It pays where reading the cache is most of a step.
     Layers with a window or a recurrent state read what they always read.

@@ -630,9 +630,9 @@ class Engine:
             self._use_version(self.version + 1, name)
 
     def clear_prefix_cache(self) -> None:
-        """Lets no later prompt start from what the prefix cache holds now; its pages are free once no row reads them.
+        """Clears the prefix cache: no later prompt reuses what it holds now. Its pages are free once no row reads them.
 
-        Nothing else changes: unfinished requests and kept rows go on, and equal prompts of unfinished requests are still
+        Nothing else changes: unfinished requests and kept rows continue, and equal prompts of unfinished requests are still
         prefilled once for all of them.
         """
         with self.guard.changing_device("clear_prefix_cache"):

@@ -79,7 +79,7 @@ class EngineOptions:
         SnapKV. `generate` and `Rollout` set it.
       chunk: the most decode steps between two reads of the device by the host: 16, 8, 4, 2 or 1.
       largest_prefill: the most tokens that one prefill program reads, one of the sizes that the device has: 16, 64 and 128 on a
-        CPU, 16, 64, 256 and 1,024 where kernels run. The prefix cache keeps whole pieces of so many tokens: smaller
+        CPU, 16, 64, 256 and 1,024 where kernels run. The prefix cache keeps whole pieces of that size: smaller
         ones find shorter beginnings, and long prompts then pass more programs. None is the largest.
       prefill_tokens: the most tokens of prompts that are prefilled between two chunks while rows decode, but at least one piece
         of `largest_prefill` tokens; None is two pieces. Chunks have at most 8 steps meanwhile. So no

@@ -118,7 +118,7 @@ def piece_for(program: int, page_size: int) -> int:
 
 
 def cache_for(program: int, page_size: int, num_heads: int, window: int) -> PrefixCache:
-    """The cache of an engine with so many KV heads in all layers, whose scores read the last `window` queries of a prompt."""
+    """The cache of an engine with `num_heads` KV heads in all layers; scores read the last `window` queries of a prompt."""
     piece = piece_for(program, page_size)
     return PrefixCache(piece, num_heads * (piece // page_size), max(1, window))
 

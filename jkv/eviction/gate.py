@@ -240,7 +240,7 @@ def fast_kvzip(layer: Layer) -> FastKVzipGate:
 
 
 def packed(kind: Callable[..., Any], *arrays: Any) -> Any:
-    """Arrays of the host as a kind, whose annotations are those of device arrays."""
+    """Arrays of the host as a kind, whose annotations are for device arrays."""
     return kind(*arrays)
 
 

@@ -33,7 +33,7 @@ from pallas_kernels.blocks import Blocks
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """The scaling of rotary frequencies; the fields are those of a checkpoint's `rope_parameters`."""
+    """The scaling of rotary frequencies; the fields are as in a checkpoint's `rope_parameters`."""
 
     kind: str = "default"  # default | linear | llama3 | yarn | longrope | proportional
     factor: float = 1.0

@@ -47,7 +47,7 @@ def rotary_frequency(config: ModelConfig) -> Float[Array, " half"]:
         return frequency
     if scaling.kind == "linear":
         return frequency / scaling.factor
-    if scaling.kind == "proportional":  # the pairs are those of the whole head, and most of them stay as they are
+    if scaling.kind == "proportional":  # the pairs of the whole head count, and most are not rotated
         turns = jnp.arange(size // 2, dtype=jnp.int32) < int(scaling.share * size // 2)
         return jnp.where(turns, frequency / scaling.factor, 0.0)
     if scaling.kind == "longrope":

@@ -1,6 +1,6 @@
 """`jkv.plan`: what fits a device, and how fast it could be, before anything is loaded or compiled.
 
-Bytes of weights and cache are those of the engine's own arrays (`jkv.planning.estimate`). Scratch is an upper estimate
+Bytes of weights and cache are exact, as the engine's arrays have them (`jkv.planning.estimate`). Scratch is an upper estimate
 (`jkv.planning.scratch`), tokens a second are a bound (`jkv.planning.roofline`).
 """
 

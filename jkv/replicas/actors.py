@@ -105,7 +105,7 @@ class EngineActor:
         return self.worker.facts, self.worker.version
 
     def poll(self, seconds: float, chunks: float) -> Report:
-        """All messages since the last call; waits for the first, or until the engine has decoded so many chunks."""
+        """All messages since the last call; waits for the first, or until the engine has decoded a number of chunks."""
         messages: list[Message] = []
         end = time.monotonic() + seconds
         while not messages and self.worker.num_chunks < chunks and (left := end - time.monotonic()) > 0:

@@ -125,7 +125,7 @@ def diagnose(model: Model | Params, out: Result, theirs: Any) -> Diagnosis:
     >>> model = jkv.load("tiny-reasoner")
     >>> out = jkv.generate(model, "b=3;c=7;d=b*c;?d", sampling=jkv.Sampling(seed=0), max_new_tokens=24)
     >>> print(jkv.rl.diagnose(model, out, -out.logprobs).text)  # doctest: +ELLIPSIS
-    The trainer's log-probabilities are those of what was sampled, negated, within 0.0e+00 nats...
+    The trainer's log-probabilities match what was sampled, negated, within 0.0e+00 nats...
     """
     theirs, known = checked(theirs, out), candidates(model, out)
     is_token = np.arange(theirs.shape[1]) < np.asarray(out.lengths)[:, None]
@@ -225,14 +225,14 @@ def verdict(name: str, change: str, difference: float, is_clear: bool) -> str:
     what = f"{name}, {change}" if change else name
     advice = " ".join(one for one in (CHANGES[change][1], ADVICE.get(name, "")) if one)
     if difference <= EQUAL:
-        return f"The trainer's log-probabilities are those of {what}, within {difference:.1e} nats. {advice}".rstrip()
+        return f"The trainer's log-probabilities match {what}, within {difference:.1e} nats. {advice}".rstrip()
     if is_clear and difference <= ROUNDED:
         rounds = "as weights and sums in bfloat16 differ: compute in float32 to see less"
         return (
-            f"The trainer's log-probabilities are those of {what}, but for {difference:.1e} nats, {rounds}. {advice}".rstrip()
+            f"The trainer's log-probabilities match {what}, but for {difference:.1e} nats, {rounds}. {advice}".rstrip()
         )
     return (
-        f"The trainer's log-probabilities are none that we know. The nearest are those of {what}: one token of a hundred "
+        f"The trainer's log-probabilities match none that we know. The nearest is {what}: one token of a hundred "
         f"differs by more than {difference:.1e} nats. Compare weights, chat template, prompts, positions and padding."
     )
 

@@ -47,7 +47,7 @@ REFUSED: dict[str, tuple[Any, str]] = {  # they would change a completion: the v
 }
 LONGEST_NUMBER = 100  # characters of one that comes as a text
 LIKE = 0.9  # how like a known name an unknown one is that is taken for a mistake, of at most 1
-IN_TEMPLATES = {  # names that rendering itself gives to a template: those of a request are fields of their own, or not served
+IN_TEMPLATES = {  # names that rendering sets itself: a request has separate fields for them, or may not set them
     *("add_generation_prompt", "chat_template", "compiled_template", "continue_final_message", "conversation"),
     *("conversations", "messages", "return_assistant_tokens_mask", "return_dict", "self", "tokenize", "tools"),
 }
@@ -112,7 +112,7 @@ class TemplateFields(Body):
 
     @property
     def must_call(self) -> set[str]:
-        """The functions of which the answer must call one; none where it need not.
+        """The functions one of which the answer must call; empty if it need not call any.
 
         Raises:
           InputError: another choice than the known ones.

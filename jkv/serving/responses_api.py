@@ -404,7 +404,7 @@ class LogProbs:
         self._shown += chat_log_probs(self._reader, tokens, likely)["content"]
 
     def take(self) -> list[Any]:
-        """Those of the answer that nobody has taken yet, for a text that has begun: the thinking is over."""
+        """The answer's log-probabilities that were not taken yet, for a text that has begun: the thinking is over."""
         if not self._shown:
             return []
         if self._start is None:

@@ -93,9 +93,9 @@ class Running:
 @contextlib.contextmanager
 def trainers_server(engine, root):
     """A server with a trainer's endpoints, which read folders of `root`."""
-    one = Running(engine, max_waiting=12)
     from jkv.serving.trainer import TrainerOptions, add_routes
 
+    one = Running(engine, max_waiting=12)
     add_routes(one.app, TrainerOptions(root))
     yield one
     one.close()
