@@ -568,8 +568,8 @@ class Engine:
     def add_adapter(self, name: str, adapter: Adapter) -> None:
         """Puts a low-rank adapter into a free place; requests with `adapter=name` use it.
 
-        The engine's first adapter compiles the program that writes a place, and all others at their next use. Later adapters
-        compile nothing.
+        The engine's first adapter compiles the program that writes a place, and the other programs compile again at their
+        next use. Later adapters compile nothing.
 
         Args:
           name: by which requests choose it.
@@ -781,7 +781,7 @@ class Engine:
         return request
 
     def is_foreseen(self, requests: Sequence[Request]) -> bool:
-        """Whether the programs for checked samples of one prompt are compiled; if not, starts to (`jkv.engine.foreseen`).
+        """Whether the programs for checked samples of one prompt are compiled; if not, starts compiling (`jkv.engine.foreseen`).
 
         Raises:
           BaseException: the error of a program that failed to compile.

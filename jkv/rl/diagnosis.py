@@ -228,9 +228,7 @@ def verdict(name: str, change: str, difference: float, is_clear: bool) -> str:
         return f"The trainer's log-probabilities match {what}, within {difference:.1e} nats. {advice}".rstrip()
     if is_clear and difference <= ROUNDED:
         rounds = "as weights and sums in bfloat16 differ: compute in float32 to see less"
-        return (
-            f"The trainer's log-probabilities match {what}, but for {difference:.1e} nats, {rounds}. {advice}".rstrip()
-        )
+        return f"The trainer's log-probabilities match {what}, but for {difference:.1e} nats, {rounds}. {advice}".rstrip()
     return (
         f"The trainer's log-probabilities match none that we know. The nearest is {what}: one token of a hundred "
         f"differs by more than {difference:.1e} nats. Compare weights, chat template, prompts, positions and padding."
