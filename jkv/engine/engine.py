@@ -781,7 +781,7 @@ class Engine:
         return request
 
     def is_foreseen(self, requests: Sequence[Request]) -> bool:
-        """Whether the programs for checked samples of one prompt are compiled; if not, starts compiling (`jkv.engine.foreseen`).
+        """Whether the programs for samples of one prompt are compiled; starts to compile missing ones (`jkv.engine.foreseen`).
 
         Raises:
           BaseException: the error of a program that failed to compile.
