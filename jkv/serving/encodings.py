@@ -38,7 +38,7 @@ class Encodings:
           RefusalError: too many calls are unfinished.
         """
         if self.num_open >= self.most:
-            message = f"At most {self.most} requests are encoded at a time, and all are in use. Try again later."
+            message = f"At most {self.most} requests may be encoded or wait for it, and there are as many. Try again later."
             raise RefusalError(429, message, headers={"retry-after": str(RETRY_SECONDS)})
         turn = self._turns.setdefault(client, asyncio.Semaphore(OF_CLIENT))
         self.num_open += 1
