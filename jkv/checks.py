@@ -86,7 +86,7 @@ def shown(value: Any) -> str:
     >>> shown(list(range(10**6))), shown("a" * 10**6)[:3], shown(10**5000)
     ('[0, 1, 2, 3, 4, 5, ...]', "'aa", 'a whole number of 16610 bits')
     """
-    if isinstance(value, int) and not -(2**256) < value < 2**256:  # Python refuses to print those of 4,300 digits
+    if isinstance(value, int) and not -(2**256) < value < 2**256:  # Python refuses to print 4,300 digits
         return f"a whole number of {value.bit_length()} bits"
     try:
         return SHOWN.repr(value)[: 4 * MOST_SHOWN]

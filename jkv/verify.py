@@ -156,7 +156,7 @@ class Case:
         return view._replace(budget=jnp.full(view.position.shape[:2], self.num_kept, jnp.int32))
 
     def looping_view(self, period: int, has_rope: bool) -> CacheView:
-        """A text that repeats tokens, in rows that differ by rounding alone; its shapes are those of `view`."""
+        """A text that repeats tokens, in rows that differ by rounding alone; with the shapes of `view`."""
         slots, window = max(40, 2 * self.num_kept), max(8, self.policy.needs.window)
         rng = np.random.default_rng(period)
         view = looping_view(
@@ -382,9 +382,9 @@ def mismatch(ours: Any, theirs: Any, name: str) -> str | None:
     """A message if log-probabilities differ by more than 1e-4 anywhere, or by more than 1e-5 in 1 % of places."""
     difference = np.abs(np.asarray(ours, np.float64) - np.asarray(theirs, np.float64))
     if not np.isfinite(difference).all():
-        return f"Log-probabilities are not finite, or not those of {name}."
+        return f"Log-probabilities are not finite, or differ from {name}'s."
     if difference.max() > 1e-4 or np.percentile(difference, 99) > 1e-5:
-        return f"Log-probabilities differ from those of {name} by up to {difference.max():.1e}, 1e-4 allowed."
+        return f"Log-probabilities differ from {name}'s by up to {difference.max():.1e}, 1e-4 allowed."
     return None
 
 

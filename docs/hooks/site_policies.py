@@ -46,7 +46,7 @@ def description_of(recipe: Callable[..., Policy]) -> Description:
 
 
 def page_of(name: str) -> str:
-    """The Markdown of a policy's page; its links are those of a file in a folder of `docs`."""
+    """The Markdown of a policy's page; its links are relative to a folder of `docs`."""
     recipe = POLICIES[name]
     entry, said = entry_of(recipe), description_of(recipe)
     file = entry.module.replace(".", "/") + ".py"

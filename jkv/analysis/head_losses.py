@@ -1,7 +1,7 @@
-"""What each KV head is worth: the loss of a text when that head alone is compressed, and budgets by it (Focus-KV, HeadKV).
+"""The loss of each KV head, when this head alone is compressed, and budgets in proportion to these losses (Focus-KV, HeadKV).
 
-A text is decoded once under a policy, which records what every head dropped. Each head's part of that trace is then replayed
-alone, with the full cache in all others, so the loss of a head is exact and takes one forward pass.
+The engine decodes a text once under a policy, and its trace records the evictions of every head. The replay of one head
+applies this head's evictions and keeps the full cache in all other heads. So a head's loss is exact and takes a forward pass.
 """
 
 import dataclasses
@@ -25,38 +25,39 @@ from jkv.replay.trace import join_traces
 def head_losses(
     model: Model, texts: Sequence[Text | tuple[str, str]], policy: Policy, **settings: Any
 ) -> Float[np.ndarray, "texts L K"]:
-    """By how many nats a token of each text is less likely when one KV head alone reads what the policy left it.
+    """The loss of each text in nats a token, for each layer and KV head, when this head alone is compressed.
 
-    The mean over the tokens of the continuation. The slots are those that the head keeps when all heads are compressed. It
-    takes a decode of all texts, and a forward pass for each layer and KV head.
+    A loss is the drop of the mean log-probability of the continuation's tokens, relative to the full cache. The compressed head
+    keeps the same slots as when the policy compresses all heads. The cost is a decode of all texts, and a forward pass for each
+    layer and KV head.
 
     Args:
-      model: whose heads they are.
-      texts: pairs, the prompt and its continuation, each a text or token ids, such as the model's own reasoning.
-      policy: what a compressed head drops, such as `jkv.snap_kv(budget=64)`. The smaller its budget, the nearer to a head that
-        is left out.
-      settings: of the engine (`jkv.EngineOptions`).
+      model: the model whose heads are measured.
+      texts: pairs of a prompt and its continuation, each a text or token ids, such as the model's own reasoning.
+      policy: evicts the slots of the compressed head, such as `jkv.snap_kv(budget=64)`. A small budget comes close to removing
+        the head.
+      settings: the engine's (`jkv.EngineOptions`).
 
     Raises:
-      ValueError: no texts, one without a continuation, a policy that does more than evict, or one that dropped nothing.
+      ValueError: no texts, a text without a continuation, a policy that does more than evict, or one that evicted nothing.
     """
     texts = ids_of(model, texts)
     if not isinstance(policy, Policy):
         raise wrong_policy(policy)
     if not texts or not all(len(prompt) and len(rest) for prompt, rest in texts):
-        rule = "The losses of heads need texts, each with a prompt and tokens that follow; got none, or an empty one."
+        rule = "jkv.head_losses needs texts, each with a prompt and a continuation; got no text, or an empty part of one."
         raise refused(rule, texts="missing")
     if policy.evict is None or policy.read or policy.share or policy.steer or policy.moves_sinks:
         rule = (
-            f"The losses of heads are those of evicted slots, head by head; {policy.name} evicts none, or reads pages, shares "
-            "them, steers or moves sinks as well. Take a policy that evicts only, such as jkv.snap_kv(budget=64)."
+            f"jkv.head_losses needs a policy that only evicts slots; {policy.name} evicts none, or also selects or shares "
+            "pages, steers or moves sinks. Use another policy, such as jkv.snap_kv(budget=64)."
         )
         raise refused(rule, policy="unsupported")
     run = decode(model, texts, policy, settings)
     trace, totals = join_traces(run.traces), [len(prompt) + len(rest) for prompt, rest in texts]
     if not any(ended[..., :total].any() for ended, total in zip(trace.ended, totals, strict=True)):
         longest = max(totals)
-        rule = "{name} dropped nothing of {field}, of at most {longest} tokens. Lower its budget or interval."
+        rule = "{name} evicted nothing from {field}, which have at most {longest} tokens. Lower its budget or interval."
         raise InputError(rule, field="texts", code="unsupported", name=policy.name, longest=longest)
     prompts, rests = zip(*texts, strict=True)
     lengths = [len(rest) for rest in rests]
@@ -68,7 +69,7 @@ def head_losses(
         replayed = score(model, tokens, dataclasses.replace(trace, ended=ended), prompts=prompts, lengths=lengths)
         return np.asarray(replayed.logprobs).sum(axis=1) / lengths
 
-    open_ended = np.zeros_like(trace.ended)  # the first moment is that of columns that stay
+    open_ended = np.zeros_like(trace.ended)  # 0 is for columns that stay to the end
     full = means(open_ended)
     losses = np.zeros(trace.shape[:3])
     for layer, head in np.ndindex(*trace.shape[1:3]):
@@ -79,27 +80,27 @@ def head_losses(
 
 
 def head_budgets(losses: Any, budget: int, *, floor: float = 0.2, most: int | None = None) -> Int[np.ndarray, "L K"]:
-    """Slots of each layer and KV head by what compressing it loses, `budget` on average, for `Policy.with_budgets`.
+    """A number of slots for each layer and KV head, in proportion to its loss and `budget` on average (`Policy.with_budgets`).
 
     Rule:
-      each head has floor * budget slots, and the rest of all budgets goes to heads in proportion to max(0, loss)
-      what a head would have beyond `most` goes to the others likewise, and where none is left with a loss, to all alike
-      numbers are rounded down, and the slots that this leaves go to the largest remainders, the first of equal ones
+      each head gets floor * budget slots; the remaining slots are divided in proportion to max(0, loss)
+      slots above a head's limit `most` are divided again among the heads below it, equally if none of these has a loss
+      numbers are rounded down; the slots left over go to the heads with the largest remainders, in order where equal
 
     Departures:
-      - Focus-KV (its readme is what could be read) ablates query heads on a set of reasoning problems, and counts answers; the
-        losses here are exact, in nats, and of KV heads, which are what holds slots.
-      - The division is HeadKV's (arXiv 2410.19258), with a limit: a few heads have most of the loss, and slots beyond a text's
-        length are of no use.
+      - Focus-KV (we could read only its readme) ablates query heads on a set of reasoning problems and counts right answers.
+        The losses here are exact, in nats, and for KV heads, because KV heads hold the slots.
+      - The division is HeadKV's (arXiv 2410.19258) with a limit, because a few heads have most of the loss, and slots beyond
+        the length of a text are useless.
 
     Args:
-      losses: `[L, K]`, or `[texts, L, K]` as `head_losses` returns them, of which the mean counts.
+      losses: `[L, K]`, or `[texts, L, K]` as `head_losses` returns them; the texts are averaged.
       budget: slots of a layer and KV head, on average.
-      floor: the part of the budget that every head has.
-      most: slots of one head, such as the longest text's; None for no limit.
+      floor: the share of the budget that every head gets.
+      most: the most slots of one head, such as the length of the longest text; None for no limit.
 
     Raises:
-      ValueError: losses of another shape or that are no finite numbers, or a setting out of its range.
+      ValueError: losses with another shape or with numbers that are not finite, or a setting out of its range.
 
     >>> head_budgets([[3.0, 1.0], [0.0, -2.0]], budget=50, floor=0.2)
     array([[130,  50],
@@ -110,7 +111,7 @@ def head_budgets(losses: Any, budget: int, *, floor: float = 0.2, most: int | No
     except (TypeError, ValueError):  # lists of several lengths, or no numbers
         found = np.zeros(0)
     if found.ndim not in (2, 3) or not found.size or not np.isfinite(found).all():
-        rule = "{field} must be finite numbers, [L, K] or [texts, L, K]; got {got}. Take those of jkv.head_losses."
+        rule = "{field} must be finite numbers, [L, K] or [texts, L, K]; got {got}. Use what jkv.head_losses returns."
         raise InputError(rule, field="losses", code="wrong_type", got=shown(losses))
     budget, floor, most = typed("budget", budget, int), typed("floor", floor, float), typed("most", most, int | None)
     check_budget(budget)

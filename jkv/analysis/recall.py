@@ -1,6 +1,6 @@
 """Recall: the share of a full cache's attention that goes to the keys a policy still reads, compared with the best possible.
 
-A text is decoded as it stands under each policy by the engine (`forced_tokens`), so the sets are those of the real thing:
+A text is decoded as it stands under each policy by the engine (`forced_tokens`), so the kept sets are the real ones:
 compacted again and again, computed from the states that the policy left. How much attention each key would get comes from one
 pass with the full cache. The oracle knows that pass to its end, and keeps in each layer and KV head what will be read most.
 

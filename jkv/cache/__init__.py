@@ -1,7 +1,7 @@
 """The paged pool, and how a decode step reads, extends and trims it."""
 
 DEFAULT_PAGE_SIZE = 16  # slots; on all platforms where a copy of so few is as fast, byte for byte, as one of more
-TPU_PAGE_SIZE = 128  # each page is a copy with costs of its own, which on a TPU outweigh those of 16 slots' bytes
+TPU_PAGE_SIZE = 128  # each page is a copy; on a TPU the fixed cost of a copy outweighs the bytes of 16 slots
 
 
 def default_page_size(platform: str) -> int:

@@ -165,8 +165,8 @@ def held_pages(pool: Pool) -> Int[Array, ""]:
 def reserve(pool: Pool, row: Int[Array, " R"], num_new: Int[Array, " R"], max_new: int) -> tuple[Pool, Int[Array, "L R K T"]]:
     """Allocates pages for the next `num_new` (at most T = `max_new`) tokens of each `row`. Returns the address of each token.
 
-    Addresses (`page * page_size + offset`) are arguments of `append`; those of tokens at or beyond `num_new` are in the null
-    page. Positions are written here, once for all layers. A row with a vacant slot takes one token at a time.
+    Addresses (`page * page_size + offset`) are arguments of `append`; tokens at or beyond `num_new` have addresses in
+    the null page. Positions are written here, once for all layers. A row with a vacant slot takes one token at a time.
     """
     page_size, max_pages = pool.page_size, pool.page_table.shape[3]
     length = pool.length[:, row]

@@ -219,7 +219,7 @@ class SealedPrefill(NamedTuple):
         return jnp.moveaxis(slots.reshape(num_heads, 2, num_pages, page_size, size), 2, 1)
 
     def sealed(self, layer: int, pool: Pool, text: Float[Array, "K I 2 page H"]) -> Any:
-        """The records of the pool with those of the pages that the new tokens fill."""
+        """The pool's records, with new ones for the pages that the new tokens fill."""
         page_size, start = pool.page_size, self.position[0, 0]
         index = jnp.arange(text.shape[1], dtype=jnp.int32)
         number = start // page_size + index

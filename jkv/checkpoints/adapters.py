@@ -98,7 +98,7 @@ def load_adapter(model: Model, adapter: Adapter) -> Model:
 def read_adapter(given: Any, params: Params) -> tuple[dict[str, LowRank], str]:
     """The adapter of each matrix, of a folder of peft or of weights that have adapters, and where it was found, for errors.
 
-    What was read once (`read_folder`, `adapters_of`) is taken as it is.
+    An adapter that was read before (`read_folder`, `adapters_of`) is returned unchanged.
 
     Raises:
       ValueError: something else, or a bad file.

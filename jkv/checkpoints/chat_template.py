@@ -81,7 +81,7 @@ class ChatRenderer:
         self.close()
 
     def render(self, conversation: Conversation, **options: Any) -> "ChatText":
-        """The text of a conversation; `options` are those of `apply_chat_template` of transformers that change it.
+        """The text of a conversation; `options` are the options of transformers' `apply_chat_template` that change the text.
 
         Raises:
           ValueError: the template fails, or takes too long or too much memory.

@@ -226,8 +226,8 @@ class Family:
       scales_queries: whether `llama_4_scaling_beta` of RoPE scales queries beyond the original context.
       has_experts: whether its feed-forward blocks are mixtures of experts.
       expert_count, expert_width: the fields of config.json with the number of experts, and the width of one.
-      routes_by_sigmoid: of `ModelConfig`; its layers are then those of DeepSeek-V3: the first ones without experts, the others
-        with a shared block beside them.
+      routes_by_sigmoid: of `ModelConfig`; layers are then as in DeepSeek-V3: the first ones without experts, the others with
+        experts and a shared block.
       expert_bias: whether the router and the matrices of experts add biases.
       swiglu_limit, swiglu_alpha: of `ModelConfig`, where config.json does not give them.
       has_layers_without_rope: whether config.json lists layers whose queries and keys are not rotated (`no_rope_layers`).

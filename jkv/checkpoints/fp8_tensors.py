@@ -75,7 +75,7 @@ def scale_name(weight: str, names: Mapping[str, Any]) -> str | None:
 
 
 def scale_shapes(shape: tuple[int, ...], block: tuple[int, int]) -> set[tuple[int, ...]]:
-    """The shapes that the scales of a matrix may have; those of several matrices begin with their number."""
+    """The shapes that the scales of a matrix may have; for several matrices, the first axis is their number."""
     if len(shape) not in (2, 3):
         return set()
     *lead, rows, columns = shape
@@ -87,7 +87,7 @@ def scale_shapes(shape: tuple[int, ...], block: tuple[int, int]) -> set[tuple[in
 def read_fp8(
     read: Callable[[str], np.ndarray], weight: str, names: Mapping[str, Any], block: tuple[int, int]
 ) -> Float[np.ndarray, "*experts rows columns"]:
-    """A matrix, or those of all experts of a layer, in float32; `read` gives it and its scales by their names."""
+    """A matrix, or the matrices of all experts of a layer, in float32; `read` gets codes and scales by name."""
     codes, scale = read(weight), read(scale_name(weight, names) or "").astype(np.float32)
     *lead, rows, columns = codes.shape
     own = scale.shape[len(lead) :]

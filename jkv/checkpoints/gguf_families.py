@@ -118,7 +118,7 @@ class GgufForm:
         return FIELDS | dict(self.fields)
 
     def needed_fields(self, required: tuple[str, ...]) -> list[str]:
-        """The metadata that a file must have, where config.json must have these fields beside those of all families."""
+        """The metadata that a file must have, where config.json must have these fields besides the fields of every family."""
         absent = find_family(self.family).absent_fields
         names = {*REQUIRED, *required, "rms_norm_eps"} - absent
         return sorted(field for field, name in self.known_fields.items() if name in names or field in SIZES)
@@ -172,7 +172,7 @@ def grouped_heads(values: np.ndarray, config: ModelConfig, axis: int = 0, after:
 
 
 def grouped_channels(axis: int = 0, after_keys: bool = False) -> Restore:
-    """`grouped_heads` of all channels of the values, after those of queries and keys where the tensor has them too."""
+    """`grouped_heads` of all channels of the values, after the channels of queries and keys where the tensor has them too."""
 
     def restore(values: np.ndarray, config: ModelConfig) -> np.ndarray:
         sizes = config.delta_net

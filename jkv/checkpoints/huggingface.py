@@ -8,7 +8,7 @@ SILENT = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 
 
 def transformers() -> ModuleType:
-    """The library; slow to import, so nobody does before it is needed."""
+    """The library; slow to import, so it is imported only when needed."""
     before = os.environ.get(SILENT)
     os.environ[SILENT] = "1"
     try:

@@ -1,12 +1,13 @@
-"""Long texts in the tokenizers library: `encode` and `decode` hold Python's lock until they are done, and batches do not.
+"""Encodes and decodes long texts without blocking other threads.
 
-A text of two million characters takes five seconds, in which no other thread of the process would do anything.
+`encode` and `decode` of the tokenizers library hold Python's lock until they end: five seconds for a text of two million
+characters. `encode_batch` and `decode_batch` release it.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-LONG = 1 << 14  # characters, or tokens: shorter ones take milliseconds
+LONG = 1 << 14  # characters, or tokens: shorter texts take milliseconds
 
 
 def encoding_of(backend: Any, text: str, add_special_tokens: bool) -> Any:

@@ -1,6 +1,6 @@
 """Checks the fields of a `ModelConfig` in jkv.json or in a TOML file of a model's shape, before anything is built from them.
 
-The bounds are those of config.json (`jkv.checkpoints.family`): far above real models, and low enough that nothing sized
+The bounds are the same as for config.json (`jkv.checkpoints.family`): far above real models, and low enough that nothing sized
 by a field is large.
 """
 

@@ -1,6 +1,6 @@
 """The settings of a config.json: its fields, completed with what a file may leave out.
 
-The defaults are those of transformers, written down here and in the families. So a file means the same whatever version of
+The defaults are transformers', written down here and in the families. So a file means the same whatever version of
 transformers is installed, and whichever wrote it: versions 4, 5.0 and later ones write RoPE, layers and experts in forms of
 their own. `jkv.checkpoints.architectures` checks the fields before, and makes a `ModelConfig` of the settings.
 """

@@ -24,7 +24,7 @@ from jkv.model.params import Codes, Model, ModelConfig, Params
 from jkv.model.weight_shapes import leaf_name, weight_shapes
 from jkv.model.weights import check_config, is_in_memory, shapes_of
 
-MAXTEXT = {  # field of Params or LayerParams -> path in MaxText's tree, under `decoder.layers_0` and so on for those of a layer
+MAXTEXT = {  # field of Params or LayerParams -> path in MaxText's tree, under `decoder.layers_0` and so on for a layer's fields
     "embedding": "token_embedder.embedding",
     "final_norm": "decoder.decoder_norm.scale",
     "unembedding": "decoder.logits_dense.kernel",
@@ -89,8 +89,8 @@ def params_from(weights: Any, like: Model | Params | ModelConfig, *, scan_axis: 
     - MaxText's parameters, a nested mapping as in its checkpoints, linen or NNX, with or without the outer `params` or `base`:
       `token_embedder.embedding` and `decoder`, with layers that are scanned (`decoder.layers`, stacked along `scan_axis`) or
       not (`decoder.layers_0` and so on). Llama, Qwen2 and Qwen3 without experts, as MaxText's `checkpoint_conversion` of 2026
-      writes them: query kernels are `[D, N, H]`; those of Llama are divided by the root of H, and the two halves of each
-      of its query and key heads are interleaved.
+      writes them: query kernels are `[D, N, H]`; Llama's query kernels are divided by the root of H, and the two halves
+      of each of its query and key heads are interleaved.
 
     Tensors may be float32, bfloat16 or float16, and are converted one by one through the host's memory. A transposed square
     matrix has the right shape, so nothing can refuse it.

@@ -1,4 +1,4 @@
-"""Weights as MaxText's tree: the way back of `jkv.params_from`."""
+"""Converts weights to MaxText's tree, the inverse of `jkv.params_from`."""
 
 from typing import Any
 
@@ -18,22 +18,22 @@ SCAN_AXES = (None, 0, 1)
 
 
 def to_maxtext(weights: Model | Params, *, scan_axis: int | None = 1) -> dict[str, Any]:
-    """Weights as a nested mapping of arrays, as MaxText's checkpoints have them: a trainer can begin with them.
+    """Weights as the nested mapping of arrays in MaxText's checkpoints, for a trainer to start from.
 
-    Layout and families are those that `jkv.params_from` reads, which gives the same weights again. Query kernels of Llama are
-    divided by the root of the head size in float32, and rounded to the dtype of the weights: they come back with all bits where
-    the root is a power of two (head sizes of 16, 64, 256), else within a unit in the last place. The vocabulary is not padded.
-    The mappings of maxtext 0.2.5 to Hugging Face's names give the checkpoint's tensors of it again.
+    The layout and the families are the same as in `jkv.params_from`, which converts the tree back to the same weights. Llama's
+    query kernels are divided by the root of the head size in float32, and rounded to the dtype of the weights. They come back
+    bit for bit if the root is a power of two (head sizes of 16, 64, 256), and within a unit in the last place if not. The
+    vocabulary is not padded. maxtext 0.2.5's own conversion to Hugging Face's names gives the original checkpoint's tensors.
 
     Args:
       weights: in any form: joined matrices are separated, adapters are merged, and what is in 8 bits or blocks becomes float32.
-      scan_axis: along which the layers are stacked, MaxText's `param_scan_axis`; None for `decoder.layers_0` and so on.
+      scan_axis: the axis along which layers are stacked, MaxText's `param_scan_axis`; None for `decoder.layers_0` and so on.
 
     Returns:
-      `{"token_embedder": {"embedding": ...}, "decoder": {...}}`. Give MaxText `{"params": tree}` where it wants its collection.
+      `{"token_embedder": {"embedding": ...}, "decoder": {...}}`. Where MaxText expects a collection, pass `{"params": tree}`.
 
     Raises:
-      ValueError: the family is none that MaxText's trees are read of, or it has experts.
+      ValueError: the model has experts, or a family whose MaxText trees `jkv.params_from` does not read.
     """
     params = weights.params if isinstance(weights, Model) else typed("weights", weights, Params)
     if scan_axis not in SCAN_AXES:
@@ -57,7 +57,7 @@ def to_maxtext(weights: Model | Params, *, scan_axis: int | None = 1) -> dict[st
 
 
 def as_maxtext(leaf: Any, field: str, config: ModelConfig) -> jax.Array:
-    """A leaf with its heads apart; of Llama, queries and keys with the halves of each head interleaved, and queries divided."""
+    """A leaf with an axis for its heads; for Llama, the halves of queries and keys are interleaved, and queries are divided."""
     values = jnp.asarray(leaf)
     values = values.reshape(unfolded(values.shape, field, config))
     if INTERLEAVES[config.family] and field in ("query", "key"):

@@ -1,8 +1,8 @@
 """The tokenizer of a model: what the `tokenizers` library makes of a definition, with the interface of transformers.
 
-Classes of transformers with a name of their own, such as LlamaTokenizer, build the pipeline of their family and ignore that of
-tokenizer.json, each version in another way. So none of them is used. Token ids and texts are those of `tokenizers.Tokenizer`
-for the definition. Special tokens, the chat template and the tokens at both ends of a text come from the settings.
+Model-specific classes of transformers, such as LlamaTokenizer, build the pipeline of their family and ignore the pipeline of
+tokenizer.json, each version in another way. So none of them is used. Token ids and texts come from `tokenizers.Tokenizer` with
+the definition. Special tokens, the chat template and the tokens at both ends of a text come from the settings.
 
 What callers get is a `CheckpointTokenizer`, which has what decoding needs. transformers takes a second to import, so it is left
 to the first caller who asks for more, such as a trainer or an evaluation harness.

@@ -13,7 +13,7 @@ from jkv.errors import refused
 
 BOUNDED_CONTEXT, OPEN_CONTEXT = 8_192, 32_768  # slots
 
-OWN = {  # in place of those of every engine; a server has a model and a policy of its own
+OWN = {  # in place of every engine's options; a server has its own model and policy
     "model": dataclasses.replace(MODEL, default=None, help=MODEL.line),
     "policy": dataclasses.replace(POLICY, default=None, help=POLICY.line),
     "mesh": ONE_MESH,

@@ -43,10 +43,10 @@ def add(commands: Any) -> None:
     """The command's options."""
     command = commands.add_parser(
         "diagnose",
-        help="compare a trainer's log-probabilities with those of the draws",
+        help="compare a trainer's log-probabilities with the log-probabilities of the draws",
         description="Draws samples, calls a function of yours with the model and the rollout, and says whose log-probabilities "
-        "it returns: those of the draws, or the full cache's, one token late, without the temperature and so on. The exit "
-        "status is 0 if they are those of the draws, else 1.",
+        "it returns: the ones of the draws, the full cache's, one token late, without the temperature and so on. The exit "
+        "status is 0 if they match the draws, else 1.",
         **LOOKS,
     )
     command.set_defaults(run=run)

@@ -17,7 +17,7 @@ OPTIONS = (
         "length",
         int,
         None,
-        "tokens of each passage of --text: as many as the model will write; older slots than those of a passage are not told "
+        "tokens of each passage of --text: as many as the model will write; slots older than a passage are not told "
         "apart; default: the model's positions, at most 4096, or fewer if memory does not hold them",
     ),
     Option("hidden", int, 32, "hidden units of each network"),

@@ -174,7 +174,7 @@ def passages(model: Any, text: Path | None, count: int, length: int, prompt: int
 
 
 def own_traces(model: Any, count: int) -> list[tuple[list[int], list[int]]]:
-    """Prompts and greedy completions of unseen problems of the model's task, which are not those of `jkv eval`."""
+    """Prompts and greedy completions of unseen problems of the model's task, which `jkv eval` does not use."""
     from jkv.engine.results import complete
     from jkv.evaluation.held_out import CALIBRATION_SEED, held_out
     from jkv.generate import generate

@@ -21,7 +21,7 @@ LONGEST_NAME = 256  # characters
 
 
 class AdapterPlaces:
-    """Adapters by name, and what fits their places, which may be on other devices. Place 0 has none.
+    """The places of adapters by name, and the shapes that fit them; the stacks may be elsewhere. Place 0 has no adapter.
 
     Args:
       params: the weights, or their shapes.
@@ -41,7 +41,7 @@ class AdapterPlaces:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all adapters, in order."""
+        """The names of all adapters, sorted."""
         return tuple(sorted(self.places))
 
     def place_of(self, name: str) -> int:
@@ -53,7 +53,7 @@ class AdapterPlaces:
         return self.places.get(name) or min(set(range(1, 1 + self.num_adapters)) - set(self.places.values()))
 
     def remove(self, name: str) -> None:
-        """Lets another adapter take a place, which no row may use any more."""
+        """Frees a place for another adapter; no row may use it any more."""
         del self.places[name]
 
     def check_known(self, name: str) -> None:
@@ -82,10 +82,10 @@ class AdapterPlaces:
             raise refused(rule, name="does_not_fit")
 
     def read(self, given: Any) -> dict[str, LowRank]:
-        """The adapter of each matrix: of a folder of peft, or of weights that have adapters.
+        """The adapter of each matrix, from a folder of peft or from weights that have adapters.
 
         Raises:
-          ValueError: something else, a bad file, or an adapter that a place does not hold.
+          ValueError: something else, a bad file, or an adapter that does not fit a place.
         """
         found, where = read_adapter(given, self._shapes)
         check_fits(self.stacks, found, where)
@@ -97,10 +97,10 @@ class AdapterStore(AdapterPlaces):
 
     Args:
       params, num_adapters, rank: see `AdapterPlaces`.
-      mesh: that of a tensor-parallel engine, of one process.
+      mesh: a tensor-parallel engine's mesh of one process.
 
     Attributes:
-      is_used: whether it has had any adapter; before, programs multiply with none.
+      is_used: whether any adapter was ever added; until then, programs have no adapters.
     """
 
     is_used = False

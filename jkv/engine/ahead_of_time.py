@@ -1,8 +1,8 @@
-"""Device programs that another thread compiles, so that the thread which runs the engine goes on.
+"""Compiles device programs in another thread, so that the engine's thread continues.
 
-`Apart` stands for an engine's programs. It knows which are compiled, by their static arguments and by the shapes, types and
-shardings of the others, and compiles more in a thread of its own. Whoever foresees a call (`jkv.engine.foreseen`) asks for its
-program and waits. What nobody has asked for compiles at its call, in the caller's thread, as JAX does it.
+`Apart` wraps an engine's programs. A compiled program is known by its static arguments and by the shapes, types and shardings
+of its other arguments. `jkv.engine.foreseen` requests the programs of future calls, which a compiler thread compiles. Any other
+program compiles at its first call, in the caller's thread, as in JAX.
 """
 
 import functools
@@ -19,27 +19,27 @@ from jkv.checks import described
 from jkv.engine.clocks import COMPILING
 
 LOGGER = logging.getLogger("jkv")
-SAME = "state"  # whose shapes an engine never changes
+SAME = "state"  # the argument whose shapes an engine never changes
 Key = tuple[Any, ...]
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]  # of a program: its name, arguments and settings
 
 
 class Apart:
-    """An engine's programs, of which some are compiled ahead of their first call. One thread calls all of its methods.
+    """An engine's programs; some are compiled ahead of their first call. Only one thread may call the methods.
 
     Args:
-      programs: `jkv.engine.programs`, those of a mesh, or a `ProgramsFor`.
-      notify: is called in another thread whenever a program is compiled, or has failed to.
+      programs: `jkv.engine.programs`, the programs of a mesh, or a `ProgramsFor`.
+      notify: called in another thread whenever a program has compiled, or failed to.
     """
 
     def __init__(self, programs: Any, notify: Callable[[], None]) -> None:
         self.programs, self._notify = programs, notify
-        self._known: dict[Key, Callable[..., Any] | None] = {}  # compiled; None where JAX has it, as it was called first
+        self._known: dict[Key, Callable[..., Any] | None] = {}  # by key; None if JAX compiled it at a call
         self._coming: dict[Key, Future[Callable[..., Any]]] = {}
         self._failed: dict[Key, BaseException] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="the compiler")
-        self._params: Callable[[], Any] = lambda: None  # those of the last call, as long as the engine has them
-        self._form, self._forms = 0, dict[Key, int]()  # of their shapes: a number, which is their part of keys
+        self._params: Callable[[], Any] = lambda: None  # a weak reference to the weights of the last call
+        self._form, self._forms = 0, dict[Key, int]()  # a number for the weights' shapes, which stands for them in keys
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return functools.partial(self._call, name)
@@ -59,10 +59,11 @@ class Apart:
         return self._key(name, *split(getattr(self.programs, name), args, settings)) in self._known
 
     def are_ready(self, calls: Iterable[Call]) -> bool:
-        """Whether some calls would compile nothing. Otherwise their programs are being compiled.
+        """Whether all programs of these calls are compiled. If not, the missing ones are being compiled.
 
         Raises:
-          BaseException: what one of them has failed with, once none is being compiled; the next request tries them again.
+          BaseException: the error of a program that failed to compile, once no other program is being compiled. The next
+            request tries again.
         """
         keys = [self.begin(*call) for call in calls]
         if any(key in self._coming for key in keys):
@@ -73,7 +74,7 @@ class Apart:
         return True
 
     def begin(self, name: str, args: tuple[Any, ...], settings: Mapping[str, Any]) -> Key:
-        """Lets a call's program be compiled, unless it is already or has failed; returns its key."""
+        """Starts to compile a call's program, unless it is known, being compiled or has failed; returns its key."""
         program = getattr(self.programs, name)
         fixed, given = split(program, args, settings)
         key = self._key(name, fixed, given)
@@ -84,7 +85,7 @@ class Apart:
         return key
 
     def collect(self) -> None:
-        """Takes the programs that are compiled by now."""
+        """Takes over the programs that have finished compiling."""
         for key in [key for key, future in self._coming.items() if future.done()]:
             future = self._coming.pop(key)
             if future.cancelled():
@@ -96,12 +97,12 @@ class Apart:
                 self._failed[key] = error
 
     def forget(self) -> None:
-        """Forgets compiled programs, as JAX has done."""
+        """Forgets compiled programs, after JAX's caches were cleared."""
         self._known.clear()
         self._failed.clear()
 
     def _key(self, name: str, fixed: Mapping[str, Any], given: Mapping[str, Any]) -> Key:
-        """What a compiled program depends on. The many leaves of weights are looked at once for each new object."""
+        """What a compiled program depends on. The weights have many leaves, which are read only when the object changes."""
         params = given.get("params")
         if params is not None and params is not self._params():
             self._params = weakref.ref(params)
@@ -110,12 +111,12 @@ class Apart:
         return name, params is None or self._form, *fixed.items(), *key_of(others)
 
     def close(self) -> None:
-        """Compiles nothing more ahead; what is being compiled is awaited when the interpreter ends."""
+        """Starts no further compilation; the interpreter waits at its end for a running one."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 def split(program: Any, args: tuple[Any, ...], settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The static arguments of a call, and the others, by name."""
+    """The static arguments of a call, and its other arguments, by name."""
     given = signature_of(program).bind(*args, **settings).arguments
     static = program.static
     return {name: given.pop(name) for name in static if name in given}, given
@@ -134,21 +135,21 @@ def key_of(tree: Any) -> Key:
 
 
 def leaf_key(x: Any) -> Any:
-    """The shape, type and sharding of an argument; arrays of the host have no sharding."""
+    """The shape, type and sharding of an argument; host arrays have no sharding."""
     if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         return x.shape, x.dtype, x.weak_type, x.sharding
     return (x.shape, x.dtype) if hasattr(x, "dtype") else type(x)
 
 
 def shape_of(x: Any) -> Any:
-    """An argument without its content, which may be gone before its program is compiled."""
+    """The shape of an argument; the array itself may be deleted before the program is compiled."""
     if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding, weak_type=x.weak_type)
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else x
 
 
 def compile_apart(program: Any, fixed: Mapping[str, Any], shapes: Mapping[str, Any]) -> Callable[..., Any]:
-    """Compiles a program; the seconds are nobody's who measures meanwhile."""
+    """Compiles a program; its seconds count in no other thread's measurement."""
     with COMPILING.elsewhere():
         compiled: Callable[..., Any] = program.compile(**fixed, **shapes)
     return compiled

@@ -47,7 +47,7 @@ class ChunkInputs(NamedTuple):
 
 
 class ChunkOutputs(NamedTuple):
-    """A chunk's tokens, for the host; those of finished rows are not real.
+    """A chunk's tokens, for the host; tokens of finished rows are not real.
 
     A row's tokens come in order, one in each entry, whether a step draws one of them or several.
     """

@@ -28,7 +28,7 @@ class CompileClock:
 
     @contextlib.contextmanager
     def elsewhere(self) -> Iterator[None]:
-        """What this thread compiles in the block keeps no other waiting: its programs count, and its seconds do not."""
+        """Counts the programs that this thread compiles in the block, and not their seconds, because no other thread waits."""
         self._threads.add(threading.get_ident())
         try:
             yield

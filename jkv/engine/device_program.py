@@ -68,7 +68,7 @@ class DeviceProgram:
         return (names,) if isinstance(names, str) else tuple(names)
 
     def compile(self, *args: Any, **kwargs: Any) -> Any:
-        """The compiled program for static arguments and shapes, which takes the other arguments, by name as here."""
+        """The compiled program for these static arguments and shapes; it takes the other arguments, by name."""
         return self.jitted.lower(*args, **kwargs).compile()
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
@@ -100,7 +100,7 @@ class ProgramsFor:
 
 
 class ProgramFor:
-    """One of them."""
+    """One program of `ProgramsFor`."""
 
     def __init__(self, program: DeviceProgram, capability: tuple[int, int] | None, kernels: str | None) -> None:
         functools.update_wrapper(self, program, updated=())

@@ -105,7 +105,7 @@ class Ngram:
 
 @dataclasses.dataclass(frozen=True)
 class Siblings(Ngram):
-    """What followed the row's last tokens in its own text, or in those of other samples of its prompt: for groups of samples.
+    """What followed the row's last tokens in its own text, or in other samples of its prompt: for groups of samples.
 
     The longest repetition counts, of equal ones the row's own. Each row searches the texts of all rows, so the search takes as
     many times as long as there are rows. Guesses change no token, so a sample does not depend on its siblings.
@@ -132,7 +132,7 @@ class Siblings(Ngram):
 class DraftPages:
     """What the model itself draws when it reads only some pages of the row's cache: for long caches, on accelerators.
 
-    Before each step that checks guesses, the model decodes so many tokens ahead, one at a time (`jkv.engine.page_drafts`). It
+    Before each step that checks guesses, the model decodes that many tokens ahead, one at a time (`jkv.engine.page_drafts`). It
     reads a row's first page and its newest ones, in each layer and KV head, besides what it decodes ahead. So a guess costs a
     pass through the weights, which all rows share, and little of the cache. It pays where reading the cache is most of a step.
     Layers with a window or a recurrent state read what they always read.

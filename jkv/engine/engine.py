@@ -569,7 +569,8 @@ class Engine:
     def add_adapter(self, name: str, adapter: Adapter) -> None:
         """Puts a low-rank adapter into a free place; requests with `adapter=name` use it.
 
-        Nothing compiles, but for the engine's first adapter the program that writes a place, and at their next use the others.
+        The engine's first adapter compiles the program that writes a place, and the other programs compile again at their
+        next use. Later adapters compile nothing.
 
         Args:
           name: by which requests choose it.
@@ -630,9 +631,9 @@ class Engine:
             self._use_version(self.version + 1, name)
 
     def clear_prefix_cache(self) -> None:
-        """Lets no later prompt start from what the prefix cache holds now; its pages are free once no row reads them.
+        """Clears the prefix cache: no later prompt reuses what it holds now. Its pages are free once no row reads them.
 
-        Nothing else changes: unfinished requests and kept rows go on, and equal prompts of unfinished requests are still
+        Nothing else changes: unfinished requests and kept rows continue, and equal prompts of unfinished requests are still
         prefilled once for all of them.
         """
         with self.guard.changing_device("clear_prefix_cache"):
@@ -720,7 +721,8 @@ class Engine:
 
         Args:
           version: the number of changes so far.
-          versions: of the weights, by the adapter of the requests that use them, which is empty for none; None is `version`.
+          versions: the version of the weights that requests use, by the name of their adapter, "" for none; None means
+            `version`.
 
         Raises:
           ValueError: it has had requests.
@@ -780,10 +782,10 @@ class Engine:
         return request
 
     def is_foreseen(self, requests: Sequence[Request]) -> bool:
-        """Whether the programs of checked samples of one prompt are compiled; if not, they are being (`jkv.engine.foreseen`).
+        """Whether the programs for samples of one prompt are compiled; starts to compile missing ones (`jkv.engine.foreseen`).
 
         Raises:
-          BaseException: what one of them has failed with.
+          BaseException: the error of a program that failed to compile.
         """
         sample = self._sample(-1, 0, requests[0], None)
         sample.pending = len(sample.request.prompt) - (sample.request.num_kept or sample.request.first_prompt)

@@ -46,7 +46,7 @@ def accuse(owner: Sample | Prefix, kinds: Any) -> None:
 
 @contextlib.contextmanager
 def working_for(samples: Iterable[Sample]) -> Iterator[None]:
-    """Notes on what the block raises for which samples the device works; of nested blocks, those of the outermost."""
+    """Adds to an exception of the block the samples that the device works for; in nested blocks, the outermost counts."""
     samples = list(samples)
     try:
         yield

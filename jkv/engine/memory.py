@@ -81,7 +81,7 @@ def most_slots(params: Params, request: Request) -> int:
 
 
 def window_bytes(params: Params, num_rows: int, page_size: int, kv_format: Format | None = None, places: int = 1) -> int:
-    """Bytes that so many rows have outside of the pool: rings of layers with a sliding window, floats beside sealed pages.
+    """Bytes that a number of rows have outside of the pool: rings of layers with a sliding window, floats beside sealed pages.
 
     `places` are the tokens that a step may append to a row.
     """
@@ -95,7 +95,7 @@ def window_bytes(params: Params, num_rows: int, page_size: int, kv_format: Forma
 
 
 def state_bytes(config: ModelConfig, num_rows: int, dtype: Any) -> int:
-    """Bytes of the recurrent states of so many rows; 0 without such layers."""
+    """Bytes of the recurrent states of a number of rows; 0 without such layers."""
     if config.delta_net is None:
         return 0
     sizes = {"num_layers": len(config.state_layers), "num_rows": num_rows, "dtype": dtype, "poison": False}

@@ -101,8 +101,8 @@ class EngineOptions:
         weights (`jkv.load(..., mesh=...)`), if they are on one; weights that are elsewhere are moved. KV heads are split over
         the devices, with their query heads, pages and weights (`jkv.shard`), so their number must divide the model's query
         heads, MLP width and vocabulary, and divide its KV heads or be a multiple of them: then several devices hold each. Pages
-        and bytes are those of all KV heads together, each counted once; a number of pages that does not divide is rounded down.
-        Results equal those of one device except for rounding: partial sums are added in another order. Policies
+        and bytes are totals over all KV heads, each counted once; a number of pages that does not divide is rounded down.
+        Results equal one device's except for rounding: partial sums are added in another order. Policies
         that compare KV heads (any scope but "head") gather the scores of all; a score itself sees the heads of one device.
         Where heads compete (Ada-KV), each device reserves the pages that its heads would take if they won. For more rows,
         `generate` and `Rollout` take a mesh with one more axis, "data", and run an engine of these sizes for each of its rows
@@ -123,8 +123,8 @@ class EngineOptions:
         takes the row's bytes, and the time to move them at the end of each turn.
       speculate: guesses of the next tokens, which a step checks all at once, so that a text that repeats itself takes fewer
         steps: `jkv.ngram()`, `jkv.siblings()`, their names, or a drafter of your own (`jkv.engine.drafters.Drafter`). With
-        `jkv.draft_pages()` the model itself makes them, over some pages of its cache. Tokens are those of plain decoding. It
-        pays where a step of several tokens of each row takes hardly longer than one of one: few rows, and a model that is not
+        `jkv.draft_pages()` the model itself makes them, over some pages of its cache. Tokens are the same as in plain decoding.
+        It pays where a step of several tokens a row takes hardly longer than a step of one: few rows, and a model that is not
         tiny. Rows whose policy decides with each token, or with penalties, take one token a step beside the others
         (`stats.not_drafted`). "auto" chooses `jkv.ngram` with as many guesses as should pay for `max_running` rows on this
         device, or none (`jkv.engine.policy_checks.guesses_for`). None appends one token in each step.

@@ -72,7 +72,7 @@ def guess(
 
 
 def view_of(pool: Pool, drafter: DraftPages) -> Pool:
-    """The pool with tables of each row's first page, its newest ones, and those of the tokens that are guessed after.
+    """The pool with tables of each row's first page, its newest pages, and the pages of the tokens guessed next.
 
     In: pages 0 to 6 of a row, `pages=3` -> Out: pages 0, 5, 6, and lengths without the slots of pages 1 to 4.
     """

@@ -89,7 +89,7 @@ def check_draft_pages(drafter: DraftPages, options: EngineOptions, config: Model
 def guesses_for(
     params: Params, policies: Sequence[Policy], num_rows: int, kv_format: Any = None, has_adapters: bool = False
 ) -> Drafter | None:
-    """What `speculate="auto"` means for an engine of so many rows: guesses from a row's own text, or None where none pay.
+    """What `speculate="auto"` means for a number of rows: guesses from a row's own text, or None if guesses do not pay.
 
     - On a GPU and a TPU a step of up to 32 tokens waits for its weights, whatever it computes: up to 4 tokens of each of 8
       rows. That is arithmetic of their speeds, and no device has timed it.
@@ -150,7 +150,7 @@ class Trials:
 
 @functools.partial(jax.jit, static_argnames="evict")
 def scores(state: State, row: Array, budget: Array, prompt: Array, similarity: Array | None, facts: Any, evict: Evict) -> Any:
-    """What a score says of rows, for its shapes: JAX knows those of what it has traced before."""
+    """The scores of rows, for their shapes: JAX knows the shapes of what it has traced before."""
     view = view_of_rows(state.cache, row, evict, budget, prompt, None, facts)
     if similarity is not None:
         view = view._replace(similarity=jnp.broadcast_to(similarity, view.position.shape))

@@ -34,7 +34,7 @@ class PrefixCache:
 
     Attributes:
       spare: pages that no reservation needs, by which the cache may grow in this step; the scheduler sets it.
-      num_clears: how often it was cleared.
+      num_clears: how often the cache was cleared.
     """
 
     def __init__(self, piece: int = 0, pages_of_piece: int = 0, rest: int = 1) -> None:
@@ -103,7 +103,7 @@ class PrefixCache:
             pass
 
     def clear(self, in_use: Collection[bytes]) -> None:
-        """Evicts all pieces that are not in use; the others match no prompt from now on."""
+        """Evicts all pieces that are not in use; pieces in use match no later prompt."""
         self.num_clears += 1
         self.evict_all(in_use)
 
@@ -128,7 +128,7 @@ def piece_for(num_tokens: int, page_size: int) -> int:
 
 
 def cache_for(num_tokens: int, page_size: int, num_heads: int, window: int) -> PrefixCache:
-    """The cache of an engine with so many KV heads in all layers, whose scores read the last `window` queries of a prompt."""
+    """The cache of an engine with `num_heads` KV heads in all layers; scores read the last `window` queries of a prompt."""
     piece = piece_for(num_tokens, page_size)
     return PrefixCache(piece, num_heads * (piece // page_size), max(1, window))
 

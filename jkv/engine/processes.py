@@ -35,7 +35,7 @@ def check_processes(mesh: Mesh) -> None:
     if found != {jax.process_index()} and len(found) != jax.process_count():
         raise refused(
             f"The devices of an engine's mesh must belong to this process, number {jax.process_index()}, or to all of the "
-            f"{jax.process_count()}; got those of {sorted(found)}. Build it from jax.local_devices() or jax.devices().",
+            f"{jax.process_count()}; got processes {sorted(found)}. Build it from jax.local_devices() or jax.devices().",
             mesh="unsupported",
         )
 

@@ -92,7 +92,7 @@ class Records:
     def compacted(self, dropped: np.ndarray | None, is_left: np.ndarray | None, now: int) -> None:
         """A compaction dropped positions ([L, K, S], EMPTY for kept; None unless traced).
 
-        It left those of `is_left` (None unless sentences are compared).
+        The positions in `is_left` stayed (None unless sentences are compared).
         """
         if self.sentences is not None and is_left is not None:
             self.sentences.forget(is_left)

@@ -72,7 +72,7 @@ class Request:
       form_start: how its completion begins: `jkv.forms.tables.ANSWERS`, or `MAY_THINK`, or `THINKS`.
       form_on_host: whether the host follows its form, so that chunks have one step while it runs.
       client: who asks; clients take turns (`jkv.engine.rounds`), and all without a name are one.
-      priority: those with a lower number are admitted first.
+      priority: requests with a lower number are admitted first.
     """
 
     prompt: np.ndarray
@@ -174,8 +174,8 @@ class RequestOptions:
         list of one for each. Their log-probabilities show how well the model predicts any text with a small cache. They end no
         completion; `max_new_tokens=None` is their number, and `sampling=None` is greedy, with log-probabilities of
         temperature 1.
-      cache_salt: requests share prefills and pages of the prefix cache with those of the same salt alone, such as one for each
-        user. Whether a prompt was computed before then shows in no other user's times and counts. It changes no tokens.
+      cache_salt: requests share prefills and pages of the prefix cache only with requests of the same salt, such as one for
+        each user. Whether a prompt was computed before then shows in no other user's times and counts. It changes no tokens.
       adapter: the name of a low-rank adapter that the engine holds (`Engine.add_adapter`); None for the model itself.
       prompt_piece: tokens of a prompt that are prefilled before it is compacted for the first time. What follows enters as a
         later turn of a conversation does, in pieces of at most the policy's interval, with a compaction where one is due. So a
@@ -196,8 +196,8 @@ class RequestOptions:
         Up to 32, of up to 8 tokens.
       form: what the answer must be, such as JSON of a schema: `jkv.forms.json`, `regex` or `choice`; None for any text. What
         the model thinks before the answer is free. The log-probabilities of the draws are of the tokens that the form allows.
-      priority: as vLLM has it: where requests wait for a row, those with a lower number are admitted first, and where rows must
-        be preempted, those with a higher one are. It changes no tokens.
+      priority: as in vLLM: requests with a lower number are admitted first, and rows with a higher number are preempted first.
+        It changes no tokens.
 
     Raises:
       ValueError: a setting of another type, or out of its range.

@@ -121,7 +121,7 @@ class Result:
     def split(self, begin: str | None = None, end: str | None = None) -> list[tuple[str, str]]:
         """The reasoning and the answer of each completion, without the marks between which a model thinks.
 
-        None are the tokenizer's own: `<think>` and `</think>`, or those of another format (`jkv.reasoning.marks`).
+        None uses the tokenizer's marks: `<think>` and `</think>`, or the marks of another format (`jkv.reasoning.marks`).
 
         Raises:
           ValueError: a model without a tokenizer, or an empty mark.

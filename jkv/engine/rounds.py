@@ -10,7 +10,7 @@ class Rounds:
     """The rounds of clients whose requests are unfinished.
 
     Attributes:
-      current: the latest round of which a request was admitted.
+      current: the latest round with an admitted request.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Rounds:
         return not self._unfinished
 
     def finished(self, client: str) -> None:
-        """A sample has ended. A client of which none is left is forgotten: its next request comes in the current round."""
+        """A sample has ended. A client without unfinished samples is forgotten: its next request enters the current round."""
         self._unfinished[client] -= 1
         if not self._unfinished[client]:
             del self._unfinished[client], self._last[client]

@@ -82,10 +82,10 @@ class Progress(NamedTuple):
 class Rank(NamedTuple):
     """The place of a sample in the queue; the smallest is admitted first, and preempted last."""
 
-    priority: int = 0  # of its request
-    length: int = 0  # minus its tokens at most, where the longest are admitted first
-    round: int = 0  # of its client (`jkv.engine.rounds`)
-    number: int = 0  # of samples before it
+    priority: int = 0  # its request's
+    length: int = 0  # minus its most tokens, if the longest are admitted first; else 0
+    round: int = 0  # its client's (`jkv.engine.rounds`)
+    number: int = 0  # samples that were added before it
 
 
 @dataclasses.dataclass(eq=False)
@@ -183,9 +183,7 @@ class Sample:
     pending: int = 0  # last tokens of its prompt that are not prefilled yet, after its first piece or of a later turn
     reads_prefix: bool = False  # whether its row reads the prefix's pages
     pieces: tuple[bytes, ...] = ()  # keys of its prompt in the prefix cache; empty if its policy cannot use the cache
-    pieces_version: tuple[int, int] | None = (
-        None  # of the weights, and clears of the cache, that `pieces` are of; None at first
-    )
+    pieces_version: tuple[int, int] | None = None  # weights' version and number of cache clears, for `pieces`
     num_shared_pieces: int = 0  # leading ones whose pages its row shares with the cache, and never rewrites
     generated: int = 0
     thinking: Thinking = dataclasses.field(default_factory=Thinking)  # progress that sets the strength of steering

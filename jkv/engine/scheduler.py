@@ -255,14 +255,15 @@ class Scheduler:
         return lost
 
     def clear_prefix_cache(self) -> None:
-        """Lets no prompt start from pieces of the prefix cache; those that running rows count as their own leave it later."""
+        """Clears the prefix cache: no later prompt starts from its pieces. Pieces in use leave it later."""
         self.prefix_cache.clear(pieces_in_use(self.running))
 
     def renew(self, version: int, adapter: str | None = None) -> list[Prefix]:
         """Detaches samples that have not started from what older weights prefilled; returns the prefixes to free.
 
-        Only requests of `adapter` have other weights now; None is all. The prefix cache then evicts all pieces but those that
-        running rows count as their own prompts', which match no prompt now; those of an older adapter match none either.
+        Only requests of `adapter` have other weights now; None means all requests. The prefix cache then evicts all pieces,
+        except pieces that running rows count as their own prompts'. No later prompt matches these, nor pieces of an older
+        version of an adapter.
         """
         if adapter is None:
             self.prefix_cache.evict_all(pieces_in_use(self.running))

@@ -69,7 +69,7 @@ class Ticket(Reply[Result]):
       number: the engine's own ticket; -1 until the owner thread has submitted the request.
       keep: whether its rows are kept for a next turn.
       is_closed: whether its caller wants none of them.
-      requests: whose programs are compiled before the request is submitted.
+      requests: the requests whose programs must be compiled before they are submitted.
     """
 
     def __init__(self, service: "Service", streams: bool, keep: bool = False, requests: Sequence[Request] = ()) -> None:
@@ -182,8 +182,8 @@ class Service:
       engine: the `jkv.Engine`.
       collect: what a finished request's ticket is given in place of a `jkv.Result`: a function of the engine's ticket, which
         takes the request's samples (`Engine.take`). The owner thread calls it.
-      compiles_apart: whether a request whose programs are not compiled yet waits until another thread has compiled them, while
-        others go on. What it is that others wait for still: `jkv.engine.foreseen`.
+      compiles_apart: whether another thread compiles missing programs, so that only requests that need them wait.
+        `jkv.engine.foreseen` lists the programs for which all requests still wait.
 
     Attributes:
       engine: the `jkv.Engine`. Its attributes may be read; calls of other threads than the owner's are refused.
@@ -313,7 +313,7 @@ class Service:
         return self.call(lambda engine: engine.update(params))
 
     def clear_prefix_cache(self) -> Reply[None]:
-        """Lets no later prompt start from what the prefix cache holds now: see `Engine.clear_prefix_cache`."""
+        """Clears the prefix cache, so that no later prompt reuses what it holds now: see `Engine.clear_prefix_cache`."""
         return self.call(Engine.clear_prefix_cache)
 
     def pause(self, mode: str = "keep") -> Reply[None]:
@@ -393,7 +393,7 @@ class Owner:
         self.engine, self.paused, self.collect = engine, "", collect or engine.result
         self.tickets: dict[int, Ticket] = {}  # unfinished, by the engine's number
         self.later: OrderedDict[Ticket, Submit] = OrderedDict()  # submitted during a pause
-        self.compiling: dict[Ticket, Submit] = {}  # whose programs are being compiled
+        self.compiling: dict[Ticket, Submit] = {}  # requests whose programs are being compiled
         self.quiet: list[Reply[None]] = []  # replies to be given when the engine is idle
         self.closing: list[Reply[None]] = []  # replies to be given when the thread has let go of the engine
         self.queue: queue.SimpleQueue[tuple[Reply[Any], Callable[[], None]]] = queue.SimpleQueue()
@@ -524,11 +524,11 @@ class Owner:
             self.compiling[ticket] = submit
 
     def notify(self) -> None:
-        """Tells the owner thread that a program is compiled. The thread that compiles calls it."""
+        """Wakes the owner thread when a program is compiled. The compiling thread calls it."""
         self.queue.put((Reply[None](), self.start_compiled))
 
     def start_compiled(self) -> None:
-        """Submits requests whose programs are all compiled by now; another request may have changed which they need."""
+        """Submits the requests whose programs are all compiled; other requests may have changed which programs they need."""
         self.engine.runner.foreseen.collect()
         compiling, self.compiling = self.compiling, {}
         for ticket, submit in compiling.items():
@@ -599,7 +599,7 @@ class Owner:
             self.abort_all()
 
     def abort_all(self) -> None:
-        """Cancels all requests but those that wait for the end of a pause."""
+        """Cancels all requests, except requests that wait for the end of a pause."""
         for ticket in (*self.tickets.values(), *self.compiling):
             self.cancel(ticket)
 

@@ -36,7 +36,7 @@ class Sharer:
     """Finds, measures and shares similar pages of all rows."""
 
     def __init__(self, programs: Any, model: Model, page_size: int, num_rows: int, max_pages: int) -> None:
-        self.programs = programs  # the engine's: `jkv.engine.programs`, or those of a mesh
+        self.programs = programs  # the engine's: `jkv.engine.programs`, or a mesh's
         self.page_size, self.num_rows, self.max_pages = page_size, num_rows, max_pages
         self.stats = SharingStats()  # the engine's
         self.set_model(model)

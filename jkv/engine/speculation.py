@@ -2,8 +2,8 @@
 
 A step passes T tokens of each row through the model at once: the one that is drawn already, and up to T - 1 guesses of a
 drafter (`jkv.engine.drafters`). From the logits at each place the next token is drawn, by the key of its own position. A guess
-is accepted if it is that very token and all before it are. So the tokens are those of plain decoding, not only distributed
-alike, and drafts decide nothing but how many steps they take. Greedy draws follow the same rule.
+is accepted if it is that very token and all before it are. So the tokens are the same as in plain decoding, not only
+distributed alike, and drafts change only the number of steps. Greedy draws follow the same rule.
 
 - Every row passes T places in every step, with or without guesses, and a query reads what is filled up to its own place. So
   neither a row's guesses nor its neighbours' change a bit of its arithmetic. Engines of another T round differently.
@@ -214,7 +214,7 @@ def addresses_of(
 def keep(
     kept: dict[str, Array], of_tokens: dict[str, Array], index: Int[Array, "B T"], is_kept: Bool[Array, "B T"]
 ) -> dict[str, Array]:
-    """The outputs of a chunk `[steps, B, ...]` with those of a step's tokens `[B, T, ...]` at their index in their rows."""
+    """A chunk's outputs `[steps, B, ...]`, with the outputs of a step's tokens `[B, T, ...]` written at `index`."""
     row, num_steps = jnp.arange(len(index), dtype=jnp.int32)[:, None], len(kept["token"])
     at = jnp.where(is_kept, index, num_steps)
     return {name: x.at[at, row].set(of_tokens[name].astype(x.dtype), mode="drop") for name, x in kept.items()}

@@ -195,7 +195,7 @@ class Stats:
     queued_seconds: float  # mean over samples, until they had a row
     first_token_p50: float  # seconds from submission to the first token: the median of samples
     first_token_p99: float
-    token_p50: float  # seconds between two tokens of a sample; those of a chunk reach the host together
+    token_p50: float  # seconds between two tokens of a sample; the tokens of a chunk reach the host together
     token_p99: float
     kernels: dict[str, str]  # implementations used so far: "tpu", "gpu", "cpu", or plain XLA's "reference"
     page_size: int  # slots of a page

@@ -269,8 +269,8 @@ def choose(
       problems: in place of texts, problems with their gold answers. The model's own greedy answers with the full cache are the
         texts, and the chosen policy then answers the problems by itself.
       policies: names, variants that `settings` define, or functions that return policies (`jkv.evaluation.compare`). None takes
-        all that have a budget, free memory and need no trained file, and those of `settings`. Random slots are always among
-        them.
+        every policy that has a budget, frees memory and needs no trained file, and the variants of `settings`. Random slots
+        are always among them.
       budgets: slots, or shares of the texts' mean length.
       memory: bytes of a row over all layers and KV heads, such as "64MB"; the only budget then.
       tolerance: the most that the chosen policy may lose, nats a token, as the upper end of its 95 % interval.

@@ -138,8 +138,8 @@ def compare(
 
     A problem may also be a pair of texts, its prompt and its answer. Problems, prompts, grader, draws and limits are the same
     for all; draws have the same noise where the text so far is the same. `report` is called with all outcomes so far
-    after each policy. `known` are those of an interrupted comparison of the same model, problems and options, which
-    need no second run. `generations` is a folder for every sample that was drawn, a file for each policy and budget
+    after each policy. `known` are outcomes of an interrupted comparison of the same model, problems and options, which
+    are not run again. `generations` is a folder for every sample that was drawn, a file for each policy and budget
     (`jkv.evaluation.generations`), from which an interrupted comparison resumes. `pass_at` are the k of pass@k; None takes 1
     and the number of samples.
 

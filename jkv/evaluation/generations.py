@@ -3,8 +3,8 @@
 A line is one finished sample. An interrupted run resumes with the samples that have none: draws depend on seed, prompt, sample
 and position alone, and the engine is sized for all of them, so what is left comes out as it would have. Each line has digests
 of the model and the problems, and the options of the run (`made_of`); a run of anything else is refused. Figures of samples
-(right, lengths, evictions) are therefore those of an uninterrupted run; those of the run (bytes held, occupancy, rate) are
-weighted over its parts, and a part that was killed counts up to its last finished sample.
+(right, lengths, evictions) are therefore the same as in an uninterrupted run. Figures of the run (bytes held, occupancy, rate)
+are weighted over its parts, and a part that was killed counts up to its last finished sample.
 """
 
 import dataclasses
@@ -365,7 +365,7 @@ def sum_up(policy: Policy, records: Sequence[Record], samples: int) -> Run:
 
 
 def joined(runs: Sequence[Run]) -> Run:
-    """The runs of one policy with several seeds as one: figures are means, peaks the highest, sharing's those of the first."""
+    """The runs of one policy with several seeds as one: figures are means, peaks maxima, sharing's the first run's."""
     first, totals = runs[0], [run.stats for run in runs]
 
     def by_problem(name: str) -> np.ndarray:

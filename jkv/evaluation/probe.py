@@ -1,7 +1,7 @@
 """`jkv probe`: by how much policies make the tokens of given texts less likely, compared pair by pair on the same texts.
 
-The engine decodes each text as it stands (`forced_tokens`) under every policy and budget, so the kept sets are those of real
-decoding. A text counts as one observation: the mean loss of its scored tokens. An oracle that knows what will be read
+The engine decodes each text as it stands (`forced_tokens`) under every policy and budget, so the kept sets are the same as in
+real decoding. A text counts as one observation: the mean loss of its scored tokens. An oracle that knows what will be read
 (`jkv.evaluation.oracles`) shows what a budget allows.
 
 Runs are written one by one as they end, and an interrupted comparison goes on with those that are there. A file of another

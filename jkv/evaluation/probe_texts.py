@@ -112,9 +112,10 @@ def passages_of(tokens: Sequence[int], count: int, length: int) -> list[list[int
 
 
 def doses(tokenizer: Any, count: int, length: int, *, times: Sequence[int] = (1, 2, 4), seed: int = 0) -> list[Probe]:
-    """Documents of filler in which each of three pass keys is said so many times; the answers to three questions are scored.
+    """Documents of filler that repeat each of three pass keys a number of times; the answers to three questions are scored.
 
-    The documents of one number are those of another with facts in the place of filler: `count` for each of `times`.
+    There are `count` documents for each number in `times`. Documents for different numbers differ only where facts replace
+    filler.
 
     Args:
       tokenizer: of the model.
@@ -177,8 +178,8 @@ def take(order: Sequence[int], filler: Sequence[str], encode: Any, length: int) 
 
 
 def chains(tokenizer: Any, count: int, *, passes: Sequence[int] = (0, 2, 4), steps: int = 6, seed: int = 0) -> list[Probe]:
-    """Word problems with a solution and so many verifications in other words; the numbers of the last pass are scored, and
-    those of the answer. A blank line ends each, as it ends a thought.
+    """Word problems with a solution and a number of verifications in other words; the numbers of the last pass and of the
+    answer are scored. A blank line ends each, as it ends a thought.
 
     Args:
       tokenizer: of the model.

@@ -1,4 +1,4 @@
-"""The policies of a comparison by their names, which may be those of variants with settings of their own."""
+"""The policies of a comparison by name; a name may be a variant's, a policy with other settings."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

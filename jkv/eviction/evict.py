@@ -139,8 +139,8 @@ class Evict:
     ) -> Int[Array, "L B K S"]:
         """The slots that stay in each layer, padded with EMPTY; `score` is what `rate` returns. Ties go to the lower slot.
 
-        `first_head` is the index of the first of these heads where a mesh splits those of a layer, over its axis `HEADS`; if
-        the scope compares heads, every shard gathers the scores of all and chooses for all. They then have one budget.
+        `first_head` is the index of the first head here, where a mesh splits a layer's heads over its axis `HEADS`. If the
+        scope compares heads, every shard gathers the scores of all heads and chooses for all; the heads then share one budget.
         """
         if first_head is not None and self.scope != "head":
             scores = jax.lax.all_gather(score, HEADS, axis=2, tiled=True)

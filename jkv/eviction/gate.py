@@ -31,7 +31,7 @@ FAST_KVZIP_EPSILON = 1e-6
 
 @runtime_checkable
 class GateArrays(Protocol):
-    """The weights of a gate, which begin with the layer, and what it computes with those of one layer."""
+    """The weights of a gate, with the layer as first axis, and its computation with the weights of one layer."""
 
     def __call__(
         self, layer: int, hidden: Float[Array, "B T D"], normed: Float[Array, "B T D"], epsilon: float
@@ -240,7 +240,7 @@ def fast_kvzip(layer: Layer) -> FastKVzipGate:
 
 
 def packed(kind: Callable[..., Any], *arrays: Any) -> Any:
-    """Arrays of the host as a kind, whose annotations are those of device arrays."""
+    """Arrays of the host as a kind, whose annotations are for device arrays."""
     return kind(*arrays)
 
 
@@ -271,7 +271,7 @@ def read_gate(path: Path, what: str) -> tuple[Any, dict[str, str]]:
     suffixes = frozenset().union(*layers.values())
     if suffixes not in PUBLISHED:
         raise refused(
-            f"{what} must be those of DMS, KVzap or Fast KVzip, by the names in `jkv.Gate.load`; {shown(str(path))} has the "
+            f"{what} must be a gate of DMS, KVzap or Fast KVzip, by the names in `jkv.Gate.load`; {shown(str(path))} has the "
             f"tensors {shown(sorted(named))}. Extract the gate's tensors alone, under these names.",
             path="invalid",
         )

@@ -102,7 +102,7 @@ class Needs:
     def __or__(self, other: "Needs") -> "Needs":
         """The needs of both. `in_step` and `keeps_window` describe one score, so a union drops them.
 
-        Of numbers that slots carry, a union has those of the policy with more of them: a row has one policy at a time.
+        For the numbers that slots carry, a union takes the policy with more of them, because a row has one policy at a time.
         """
         names = [field.name for field in dataclasses.fields(self) if field.name not in OF_ONE_SCORE]
         return Needs(**{name: max(getattr(self, name), getattr(other, name), key=amount) for name in names})

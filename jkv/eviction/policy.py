@@ -292,8 +292,8 @@ class Policy:
     def num_pages(self, slots: np.ndarray, num_kv_heads: int, page_size: int, num_shards: int = 1) -> int:
         """The most pages of a row whose layers hold `slots`: [L] in a KV head, on average over the heads, or [L, K].
 
-        Each of the shards of a mesh takes as many as the fullest. Of heads that compete, those of one shard may win all slots
-        but the floor of the others.
+        Each shard of a mesh takes as many pages as the fullest shard. Where heads compete, the heads of one shard may win all
+        slots except the floor of the other heads.
         """
         if slots.ndim == 2:
             of_heads = num_pages_of(slots, page_size).sum(axis=0).reshape(num_shards, -1)
@@ -405,7 +405,7 @@ def evict_by(
     (`jkv.eviction.view.Score`). A function that reads more than keys, values, positions, the prompt's length and the budget
     says so in `needs`: `evict_by(score, budget=48, needs=jkv.Needs(window=8))` for one that reads the last 8 queries. A
     dataclass declares its own. A `budget` may be a number of each layer, or of each layer and KV head
-    (`Policy.with_budgets`). `settings` are those of `Evict` (sinks, recent, scope, ...). `name` defaults to the score's.
+    (`Policy.with_budgets`). `settings` are fields of `Evict` (sinks, recent, scope, ...). `name` defaults to the score's.
 
     Raises:
       ValueError: a setting out of its range, or a dataclass that declares no needs.

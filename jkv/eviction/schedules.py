@@ -1,6 +1,6 @@
 """When a row is compacted, and to how many slots: host arithmetic about one row, independent of the rest of the batch.
 
-Time is counted in the row's own generated tokens; 0 is right after prefill. Slots are those of a layer and KV head, on average
+Time is counted in the row's own generated tokens; 0 is right after prefill. Slots are per layer and KV head, on average
 if a policy spreads them unevenly. `Read` says which pages a decode step reads, where a policy reads fewer than it keeps.
 """
 

@@ -80,9 +80,9 @@ def uniform(view: CacheView, seed: int, block: int = 1) -> Float[Array, "B K S"]
 
 @dataclasses.dataclass(frozen=True)
 class BlockMean:
-    """The mean of another score over the slots that are left of each block of `block` positions, which all of them get.
+    """Gives each slot the mean of another score over the remaining slots of its block of `block` positions.
 
-    Slots are in order of position.
+    Slots must be in order of position.
     """
 
     score: Any
@@ -90,7 +90,7 @@ class BlockMean:
 
     @property
     def needs(self) -> Needs:
-        """What the other score reads; it carries no numbers."""
+        """What the other score needs; it must carry no numbers."""
         return self.score.needs
 
     def __call__(self, view: CacheView) -> Float[Array, "B K S"]:
@@ -103,7 +103,7 @@ class BlockMean:
             return one[0] | is_new, *(jnp.where(is_new, b, a + b) for a, b in zip(one[1:], other[1:], strict=True))
 
         _, total, count = jax.lax.associative_scan(join, (begins, score, jnp.ones_like(score)), axis=-1)
-        # The last slot of each block has the sum of all. In: blocks 0 0 0 1 1 -> Out: 2 2 2 4 4
+        # The last slot of each block has the block's sum. In: blocks 0 0 0 1 1 -> Out: 2 2 2 4 4
         slot = jnp.arange(score.shape[-1], dtype=jnp.int32)
         ends = jnp.roll(begins, -1, axis=-1).at[..., -1].set(True)
         last = jax.lax.cummin(jnp.where(ends, slot, slot[-1]), axis=2, reverse=True)
@@ -111,10 +111,10 @@ class BlockMean:
 
 
 def by_blocks(score: Any, block: int) -> Any:
-    """A score, or its mean over each block of `block` positions.
+    """A score, or for `block` above 1 its mean over each block of `block` positions.
 
     Raises:
-      ValueError: a block without positions.
+      ValueError: a block below 1.
     """
     check_least(1, " position, whose slots have one score", block=block)
     return score if block == 1 else BlockMean(score, block)

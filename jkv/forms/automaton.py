@@ -300,7 +300,7 @@ def groups_of(following: np.ndarray, is_accepting: np.ndarray) -> np.ndarray:
 
 
 def split(following: np.ndarray, is_accepting: np.ndarray, states: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """The groups of states in circles, from 0 on, given those of the states that come after the circles."""
+    """The groups of states in circles, from 0 on, given the groups of the states that come after the circles."""
     inside, label, count = np.full(len(group), DEAD), is_accepting.astype(np.int64), 0
     while True:
         inside[states] = label

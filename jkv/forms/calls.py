@@ -51,9 +51,9 @@ def in_channel(name: str, arguments: Expression, spell: Spell) -> Expression:
 
 
 def messages_before(call: Expression, spell: Spell, up_to: Callable[[str], Expression]) -> tuple[Expression, Expression]:
-    """A call after any messages that are not the answer; and the same where the first of them has begun.
+    """A call after any number of messages that are not the answer; and the same, from inside the first such message.
 
-    `up_to` is any text up to a mark.
+    `up_to(mark)` matches any text up to a mark.
     """
     body = chain(up_to("<|end|>"), spell("<|start|>assistant"))
     channel = chain(spell(CHANNEL), either(map(spell, ("analysis", "commentary"))), spell(MESSAGE))

@@ -60,7 +60,7 @@ class Form:
 
     @property
     def has_channels(self) -> bool:
-        """Whether its answers are messages in channels."""
+        """Whether answers of this form are messages in channels."""
         return self.kind == "calls" and FORMS[json_texts.loads(self.value)[0]].has_channels
 
     def expression_in(self, vocabulary: Vocabulary | None = None) -> Expression:

@@ -104,7 +104,7 @@ def split(bound: Decimal) -> tuple[int, str]:
 
 
 def beyond(bound: Decimal, is_open: bool) -> Expression:
-    """Numbers of at least a bound, or above it; more texts than those of numbers."""
+    """Numbers of at least a bound, or above it; also texts that are no numbers."""
     whole, fraction = split(bound)
     after = Chain((ANY, Repeat(ANY)))
 
@@ -120,7 +120,7 @@ def beyond(bound: Decimal, is_open: bool) -> Expression:
 
 
 def up_to(bound: Decimal, is_open: bool) -> Expression:
-    """Numbers of at most a bound, or below it; more texts than those of numbers."""
+    """Numbers of at most a bound, or below it; also texts that are no numbers."""
     whole, fraction = split(bound)
 
     def to_here(rest: str) -> Expression:

@@ -1,6 +1,6 @@
 r"""Regular expressions in Python's syntax (`re`), as expressions of texts.
 
-`\d`, `\w` and `\s` are those of ASCII, as in JSON schemas. What no finite automaton has, such as a reference to a group, is
+`\d`, `\w` and `\s` match ASCII only, as in JSON schemas. What no finite automaton has, such as a reference to a group, is
 refused by name.
 """
 

@@ -1,6 +1,6 @@
 """What each token of a vocabulary writes, in symbols: bytes, and one symbol for each mark, such as `</think>`.
 
-Marks are the special tokens and those of thinking and of tool calls. They are no part of an answer unless its form names them.
+Marks are the special tokens and the marks of thinking and tool calls. They are no part of an answer unless its form names them.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ class Vocabulary:
     """The symbols of all tokens.
 
     Attributes:
-      symbols: those of token 0, then those of token 1, and so on.
+      symbols: first the symbols of token 0, then of token 1, and so on.
       begins: where each token's begin, and at last where they end: `[V + 1]`.
       marks: the symbol of each mark.
       texts: marks that may also be written letter by letter.

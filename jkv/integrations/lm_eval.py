@@ -3,8 +3,8 @@ r"""jkv as a model of lm-evaluation-harness: the harness's tasks, prompts and me
     python -m jkv.integrations.lm_eval run --model jkv --tasks gsm8k --batch_size 32 \
         --model_args pretrained=<folder>,policy=r_kv,budget=1024 --apply_chat_template
 
-This is the command line of the harness; importing this module registers the model `jkv`. Likelihoods are those of the full
-cache (`jkv.score`), because a policy acts only on generated tokens. Tasks that run generated programs (HumanEval,
+This is the command line of the harness; importing this module registers the model `jkv`. Likelihoods are computed with the
+full cache (`jkv.score`), because a policy acts only on generated tokens. Tasks that run generated programs (HumanEval,
 LiveCodeBench) run them in the harness, with its option `--confirm_run_unsafe_code`; jkv never runs them.
 """
 

@@ -64,7 +64,7 @@ def empty_stacks(config: ModelConfig, num_places: int, rank: int, dtype: Any) ->
 
 
 def by_row(params: Params, stacks: Params, place: Int[Array, " B"]) -> Params:
-    """The weights with, for each row, the adapter in its place. Joined matrices stay so."""
+    """The weights with, for each row, the adapter in its place. Joined matrices stay joined."""
 
     def over(weights: Any, own: Any, names: tuple[str, ...]) -> Any:
         found = {name: (stack,) for name in names if (stack := getattr(own, name)) is not None}

@@ -34,8 +34,8 @@ class Attend(Protocol):
     """Attention of one layer: may store key and value in the cache, and returns the output and the cache.
 
     In models with learned sinks it takes one more argument, `sink`: a logit of each query head (`jkv.cache.sink_logit`). In
-    models with layers that share keys and values it takes `is_stored`: true in such a layer, for which `layer`, `key` and
-    `value` are those of the layer that has stored them in the same pass.
+    models with layers that share keys and values it takes `is_stored`: true in such a layer. `layer`, `key` and `value`
+    then come from the layer that has stored them in the same pass.
     """
 
     def __call__(
@@ -145,7 +145,7 @@ def forward(
         stored: KeyAndValue | None,
         own_input: Array | None,
     ) -> tuple[Array, Any, KeyAndValue | None]:
-        """A layer of which a gradient keeps the hidden state alone, not its norm besides."""
+        """A layer whose gradient keeps only the hidden state, and recomputes its norm."""
         normed = input_of_attention(params, layer, hidden)
         hidden, _, cache, stored = through(layer, weights, None, hidden, normed, cache, stored, own_input)
         return hidden, cache, stored
@@ -275,7 +275,7 @@ def project(
 def products_of_heads(
     config: ModelConfig, weights: LayerParams, normed: Float[Array, "B T D"]
 ) -> tuple[Float[Array, "B T queries"], Float[Array, "B T keys"] | None, Float[Array, "B T keys"] | None]:
-    """The products with a layer's query, key and value, those of all heads beside each other; None for what it lacks."""
+    """The products with a layer's query, key and value, all heads side by side; None for a matrix that it lacks."""
     whole = joined_of(weights, "query_key_value")
     if whole is None:
         own = [one for one in (weights.query, weights.key, weights.value) if one is not None]
@@ -340,9 +340,9 @@ def times(x: Float[Array, "*B fan_in"], weight: Any, dtype: Any = None) -> Float
 
 
 def products(x: Float[Array, "*B fan_in"], *weights: Any, dtype: Any = None) -> list[Float[Array, "*B _out"]]:
-    """`x` times each matrix, which may be unfolded, a `LowRank`, `ByRow`, `Codes` or `Blocks`; those of one kind are one call.
+    """`x` times each matrix, which may be unfolded, a `LowRank`, `ByRow`, `Codes` or `Blocks`; one call per kind.
 
-    `dtype` is that of the products; None means that of the operands. Inside a program the reshape copies nothing.
+    `dtype` is the dtype of the products; None means the operands' dtype. Inside a program the reshape copies nothing.
     """
     if any(isinstance(one, ByRow) for one in weights):
         found = products(x, *(one.base if isinstance(one, ByRow) else one for one in weights), dtype=dtype)

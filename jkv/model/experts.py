@@ -65,7 +65,7 @@ def check_experts(experts: Any, config: ModelConfig, totals: list[int]) -> np.nd
     num_tokens, of_token = max(totals, default=0), (len(config.expert_layers), config.num_active_experts)
     if experts.ndim != 4 or (len(experts), *experts.shape[2:]) != (len(totals), *of_token) or experts.shape[1] < num_tokens:
         raise refused(
-            "routed_experts must be those of each token of prompt and completion, layer that has any, and choice, here "
+            "routed_experts must have an entry for each token of prompt and completion, MoE layer and choice, here "
             f"{(len(totals), num_tokens, *of_token)}; got {experts.shape}. Pass `out.routed_experts` of the call that made the "
             "tokens.",
             routed_experts="does_not_fit",
@@ -84,7 +84,7 @@ class RouteRecorder:
         self._pieces = list(pieces or [])  # experts [T, L, A], on the host or on the device, and how many of them count
 
     def add(self, experts: Any, count: int | None = None) -> None:
-        """Appends the first `count` tokens' of experts [T, L, A], or those of all; nothing is read from the device."""
+        """Appends the experts [T, L, A] of the first `count` tokens, or of all tokens; nothing is read from the device."""
         self._pieces.append((experts, len(experts) if count is None else count))
 
     def copy(self) -> "RouteRecorder":
@@ -256,7 +256,7 @@ def route(
     A softmax over all experts rates them, or a sigmoid of each logit (DeepSeek-V3, arXiv 2412.19437, section 2.1.2): then a
     bias is added for the choice alone, and the choice may be among the experts of a few groups. With scales, as in Gemma 4, the
     router reads the hidden state normalised and divided by the root of its width. `choose` may replace the choice; the weights
-    are those of the router all the same.
+    still come from the router.
     """
     if weights.router_scale is not None:
         factor = weights.router_scale.astype(jnp.float32) * config.width**-0.5
@@ -290,7 +290,7 @@ def by_token(
     token: Float[Array, "n D"], share: Float[Array, "n A"], expert: Int[Array, "n A"], weights: Experts, gating: Gating = SWIGLU
 ) -> Float[Array, "n D"]:
     """For few tokens: gathers the matrices of the chosen experts."""
-    expert = jnp.minimum(expert, num_own(weights) - 1)  # of those of other shards, whose weights are 0, the last
+    expert = jnp.minimum(expert, num_own(weights) - 1)  # other shards' experts become the last one, with weight 0
     gate, up, down = (jax.tree.map(lambda x: x[expert], matrices) for matrices in (weights.gate, weights.up, weights.down))
     of_gate, of_up = (None if bias is None else bias[expert] for bias in (weights.gate_bias, weights.up_bias))
     inner = gating(plus(into("nd,nafd->naf", token, gate), of_gate), plus(into("nd,nafd->naf", token, up), of_up))

@@ -69,7 +69,7 @@ def check_attend(config: ModelConfig, attend: Any) -> None:
     if config.num_sharing_layers and not all("is_stored" in inspect.signature(part).parameters for part in parts):
         raise refused(
             f"This computation needs a model whose layers have keys and values of their own; the last "
-            f"{config.num_sharing_layers} of this one share those of earlier layers. Use another model.",
+            f"{config.num_sharing_layers} of this one reuse an earlier layer's. Use another model.",
             model="unsupported",
         )
     if config.has_sinks and not all("sink" in inspect.signature(part).parameters for part in parts):

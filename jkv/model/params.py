@@ -33,7 +33,7 @@ from pallas_kernels.blocks import Blocks
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """The scaling of rotary frequencies; the fields are those of a checkpoint's `rope_parameters`."""
+    """The scaling of rotary frequencies; the fields are as in a checkpoint's `rope_parameters`."""
 
     kind: str = "default"  # default | linear | llama3 | yarn | longrope | proportional
     factor: float = 1.0
@@ -46,7 +46,7 @@ class RopeScaling:
     truncates: bool = True  # whether the ramp between the two ends at whole pairs of channels
     short_factor: tuple[float, ...] = ()  # of LongRoPE: divide each frequency, in models of at most the original context
     long_factor: tuple[float, ...] = ()  # and in longer ones
-    share: float = 1.0  # of "proportional": of the pairs of channels, those of the highest frequencies, that turn
+    share: float = 1.0  # "proportional": the share of channel pairs that rotate, the highest frequencies first
 
 
 UNSCALED = RopeScaling()

@@ -17,7 +17,7 @@ from pallas_kernels.rotate_append.reference import rotate
 def rotation(config: ModelConfig, position: Int[Array, "*B"]) -> tuple[Float[Array, "*B half"], Float[Array, "*B half"]]:
     """The cosines and sines that rotate queries and keys to their positions, times the attention factor.
 
-    They are those of the layers with RoPE; `ModelConfig.layers_without_rope` lists the others.
+    They are for layers with RoPE; `ModelConfig.layers_without_rope` lists the other layers.
     """
     return turned(rotary_angle(config, position), config.rope_scaling.attention_factor)
 
@@ -47,7 +47,7 @@ def rotary_frequency(config: ModelConfig) -> Float[Array, " half"]:
         return frequency
     if scaling.kind == "linear":
         return frequency / scaling.factor
-    if scaling.kind == "proportional":  # the pairs are those of the whole head, and most of them stay as they are
+    if scaling.kind == "proportional":  # the pairs of the whole head count, and most are not rotated
         turns = jnp.arange(size // 2, dtype=jnp.int32) < int(scaling.share * size // 2)
         return jnp.where(turns, frequency / scaling.factor, 0.0)
     if scaling.kind == "longrope":

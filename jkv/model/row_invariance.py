@@ -22,7 +22,7 @@ def holds(params: Params, kv_format: Any, num_rows: int) -> bool:
 
     That is so on a CPU with compiled kernels, in float32 (weights and pages may have 8 bits), without experts and recurrent
     layers: products, norms, attention and softmaxes then add up in one order, and all else is computed number by number. The
-    sizes of a token must be whole vectors of a processor, as those of real models are: XLA computes a rest in other ways.
+    sizes of a token must be multiples of the processor's vector size, as in real models: XLA computes remainders differently.
     Pages in 4 bits, and sealed ones, are rotated by products of XLA's. A shard of a mesh has a part of these sizes.
     """
     config = params.config

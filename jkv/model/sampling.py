@@ -293,9 +293,9 @@ def log_distribution(
     """The log-probabilities that tokens are drawn from, float32; `-inf` for tokens that are cut.
 
     Penalties come first, then the temperature and the cuts (`is_kept`), as in Hugging Face's transformers. At temperature 0
-    they are those of temperature 1, uncut. `truncates=False` cuts nothing, and saves its work, in the program if it is a bool
-    and while it runs if it is an array; `counts` are what penalties read. NaN where a logit is NaN or positive infinity, or all
-    are negative infinity, and nowhere else.
+    they are computed as at temperature 1, uncut. `truncates=False` cuts nothing, and saves its work, in the program if it is a
+    bool and while it runs if it is an array; `counts` are what penalties read. NaN where a logit is NaN or positive infinity,
+    or all are negative infinity, and nowhere else.
     """
     if rows.penalties is not None:
         assert counts is not None

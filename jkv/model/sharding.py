@@ -125,7 +125,7 @@ def specs_of(hint: Any, value: Any = ANY, name: str = "value", split: frozenset[
       value: gives the optional parts that are present, the number of layers and the static fields. With `ANY`, all parts are
         present, and a record with static fields becomes a dict.
       name: the name of the value in errors.
-      split: the axes that are split; below a `Params`, those of its weights.
+      split: the axes that are split; below a `Params`, its weights decide them.
 
     Raises:
       ValueError: a part whose annotation names no axes.

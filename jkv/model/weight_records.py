@@ -10,8 +10,8 @@ from jkv.pytrees import PyTree, static
 class Codes(PyTree):
     """A matrix in 8 bits, `code * scale`: see `jkv.model.eight_bits`.
 
-    It may replace any matrix that `LowRank` may, with a scale for each output, and those of `Experts`, [X, F, D], with a scale
-    for each of an expert's F values: an output of `gate` and `up`, an input of `down`.
+    It may replace any matrix that `LowRank` may, with a scale for each output. It may also replace the matrices of `Experts`,
+    [X, F, D], with a scale for each of an expert's F values: an output of `gate` and `up`, an input of `down`.
     """
 
     code: Any  # [in, out] or [X, F, D], int8 or float8_e4m3fn
@@ -36,8 +36,8 @@ class Codes(PyTree):
 class LowRank(PyTree):
     """A matrix and its low-rank adapter (LoRA, arXiv 2106.09685). The sum `base + down @ up * scale` is never materialised.
 
-    It may replace any matrix of `LayerParams` but those of `Experts`, and `Params.unembedding`. Base and adapter are separate
-    leaves, so an update of the adapter does not copy the base.
+    It may replace `Params.unembedding` and any matrix of `LayerParams`, except the matrices of `Experts`. Base and adapter are
+    separate leaves, so an update of the adapter does not copy the base.
     """
 
     base: Any  # [in, out]

@@ -2,7 +2,7 @@
 
 Figures are for one JAX device, in bytes, bytes a second, and operations a second without sparsity. A vendor's GB counts as
 10**9, which is never too many. Matrix products in float32 have the rate of JAX's default precision: TF32 on a GPU that has it,
-bfloat16 passes on a TPU. Figures of H200, H100, A100, L4, T4, V100 and TPUs were read from the pages named here; those of the
+bfloat16 passes on a TPU. Figures of H200, H100, A100, L4, T4, V100 and TPUs were read from the pages named here; the figures of
 other GPUs were written down from memory, and only the RTX 4090's were compared with a page. Sources: NVIDIA's data sheets of
 B200 (a GPU of HGX), GH200, H200, H100 SXM, A100 SXM, A10G, L40S, L4, T4 and V100 SXM2, its Ada and Blackwell white papers for
 RTX cards (16 bits with sums in float32), and the pages v4, v5e, v5p, v6e and tpu7x of docs.cloud.google.com/tpu/docs. A chip of

@@ -1,6 +1,6 @@
 """The arithmetic of `jkv.plan`: one policy's memory on a device and a bound on its speed, from shapes alone.
 
-Bytes of weights and state are those of the engine's own arrays: their shapes come from the functions that make them.
+Bytes of weights and state are exact: the shapes come from the functions that make the engine's arrays.
 """
 
 import bisect
@@ -35,7 +35,7 @@ from pallas_kernels.sealed import page_bytes
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """One policy's memory and speed; bytes are those of each device.
+    """One policy's memory and speed; bytes are per device.
 
     Attributes:
       policy: its name.
@@ -157,7 +157,7 @@ class Setting:
 
     @functools.cached_property
     def adapter_bytes(self) -> int:
-        """Bytes of the places for adapters on each device, with the one of rows that have none."""
+        """Bytes of the places for adapters on each device, with the zeros of rows without an adapter."""
         return 0 if self.stacks is None else meshes.local_bytes(self.stacks, self.num_devices, self.copies)
 
     @property

@@ -1,6 +1,6 @@
 """`jkv.plan`: what fits a device, and how fast it could be, before anything is loaded or compiled.
 
-Bytes of weights and cache are those of the engine's own arrays (`jkv.planning.estimate`). Scratch is an upper estimate
+Bytes of weights and cache are exact, as the engine's arrays have them (`jkv.planning.estimate`). Scratch is an upper estimate
 (`jkv.planning.scratch`), tokens a second are a bound (`jkv.planning.roofline`).
 """
 
@@ -149,16 +149,16 @@ def plan(
       page_size: slots of a page; None takes 128 on a TPU and for "kvarn", 16 elsewhere.
       dtype: of weights and cache; None is the loaded model's, or what `jkv.load` takes of a bfloat16 checkpoint: float32 on a
         CPU and on a GPU of compute capability below 8.0, and bfloat16 elsewhere.
-      num_devices: devices over which KV heads are split or copied, as with `jkv.Engine(mesh=...)`; bytes are then those of
-        each. For more rows than such a group holds, plan one engine for each replica.
+      num_devices: devices over which KV heads are split or copied, as with `jkv.Engine(mesh=...)`; bytes are then per
+        device. For more rows than such a group holds, plan one engine for each replica.
       sampling: how tokens are drawn. A cut by top-k, top-p or min-p keeps two copies of the logits, penalties keep counts of
         every token in every row, which each step reads. None plans for draws that are cut, without penalties.
       kv_dtype: "int8", "fp8", "int4" or "kvarn" for quantised pages (`jkv.EngineOptions`); None keeps keys and values in
         `dtype`.
-      weight_dtype: "int8" or "fp8" for matrices in 8 bits, "blocks" for those of a GGUF file on a CPU (`jkv.load`); None keeps
-        them in `dtype`.
+      weight_dtype: "int8" or "fp8" for matrices in 8 bits, "blocks" for matrices of a GGUF file on a CPU (`jkv.load`); None
+        keeps them in `dtype`.
       speculate: where guesses of the next tokens come from (`jkv.EngineOptions`); None for steps of one token. Its memory
-        counts; the bound on tokens a second is that of steps without guesses.
+        counts; the bound on tokens a second is for steps without guesses.
       max_adapters, adapter_rank: places for adapters that requests may choose (`jkv.EngineOptions`).
       memory_share: share of a device's memory that JAX may fill. The rest is for program code, the runtime and gaps.
 

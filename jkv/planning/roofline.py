@@ -128,7 +128,7 @@ def step_costs(
     """The phases of a step of `rows` rows on a device with the part `config` of the model, and `weights` weights in products,
     of `weight_size` bytes each (None is `itemsize`).
 
-    A key or value has `vector` bytes in the pool; None is those of its numbers. Each layer with a sliding window reads
+    A key or value has `vector` bytes in the pool; None is the size of its numbers. Each layer with a sliding window reads
     `window_slots` slots, which are never quantised. Recurrent states of a row, of `state_bytes`, are read and written. Of a
     mixture of experts, a step reads those that some row chooses, if rows choose independently, and multiplies by those that
     each row chooses.

@@ -26,7 +26,7 @@ def ada_kv(
 ) -> Policy:
     """Ada-KV with `budget` slots on average over a layer's KV heads; the last `window` tokens always stay, in every head.
 
-    `when`, `sinks`, `recent` and `protect_prompt` are those of `snap_kv`.
+    `when`, `sinks`, `recent` and `protect_prompt` are as in `snap_kv`.
 
     Rule (Algorithm 2, on the slots before the window; a is `floor`):
       won(head) = how many of the K * budget best slots of a layer's K heads, by SnapKV's score, are the head's

@@ -24,16 +24,16 @@ CREDIT = "credit"
 
 @dataclasses.dataclass(frozen=True)
 class QuotaOfSegments:
-    """The turn of each slot when segments take slots in turns, each its best one first: the docstring of `ams` has the rule.
+    """The priority of each slot, when segments pick slots in turns and each picks its best slot first; see the rule of `ams`.
 
     Attributes:
       score: ranks the slots of a segment.
       mass: the attention that cuts and weighs segments.
-      share: of the attention, that ends a segment.
-      shortest, longest: slots of a segment.
-      each: slots that every segment takes before attention counts.
-      mix: the weight of the present attention; credit has the rest.
-      decay: what is left of the credit at each compaction.
+      share: the share of all attention at which a segment ends.
+      shortest, longest: limits of a segment, in slots.
+      each: slots that every segment keeps before attention counts.
+      mix: the weight of the current attention; the credit has weight 1 - mix.
+      decay: the factor of the old credit at each compaction.
     """
 
     score: Any
@@ -55,7 +55,7 @@ class QuotaOfSegments:
 
     @property
     def needs(self) -> Needs:
-        """The score's, the queries of the attention, and the credit beside what the score carries."""
+        """What the score needs, the queries of the attention, and the credit, carried with the score's own numbers."""
         own = self.score.needs
         return dataclasses.replace(own | self.mass.needs, carried=(*own.carried, CREDIT))
 
@@ -81,10 +81,10 @@ def of_sum(x: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
 def segments(
     mass: Float[Array, "B K S"], is_past: Bool[Array, "B K S"], share: float, shortest: int, longest: int
 ) -> tuple[Int[Array, "B K S"], Float[Array, "B K S"]]:
-    """The first slot of each slot's segment, and the segment's mass; slots that are not past come after all segments.
+    """The first slot of each slot's segment, and the segment's mass; slots outside `is_past` come after all segments.
 
-    A segment ends with the slot at which its mass reaches `share`, but has `shortest` to `longest` slots; the last one has what
-    is left. A mass that is equal to `share` up to rounding has reached it.
+    A segment ends with the slot at which its mass reaches `share`, but has `shortest` to `longest` slots; the last segment may
+    be shorter. A mass that equals `share` up to rounding has reached it.
     """
     num_slots = mass.shape[-1]
     slot = jnp.arange(num_slots, dtype=jnp.int32)
@@ -110,9 +110,9 @@ def segments(
 def rank_in_segment(
     score: Float[Array, "B K S"], start: Int[Array, "B K S"], is_past: Bool[Array, "B K S"]
 ) -> Int[Array, "B K S"]:
-    """How many slots of its segment come before a slot: those of a higher score, or of an equal one up to rounding and lower.
+    """A slot's rank in its segment, 0 for the highest score; scores equal up to rounding rank by slot, the lower slot first.
 
-    Past slots are the first ones of a row.
+    Past slots must be the first slots of a row.
     """
     limits = jnp.finfo(jnp.float32)
     level = tied(jnp.clip(jnp.where(is_past, score, limits.min), limits.min, limits.max))
@@ -142,11 +142,11 @@ def ams(
 ) -> Policy:
     """AMS with `budget` slots for each layer and KV head, compacted every `interval` generated tokens.
 
-    `around` is the policy whose score picks slots: any policy with a score, as it is, or the name of one that needs no file and
-    evicts every `interval` tokens, which then has this window. The attention is that of the last `window` queries (by default
-    32, or a quarter of a budget below 128). Each slot carries its credit from one compaction to the
-    next: 4 bytes a slot. The first `sinks` tokens, the last `recent` (by default the window, or the other policy's if that is
-    longer) and, with `protect_prompt`, the prompt are never evicted.
+    `around` is the policy whose score picks slots within a segment: any policy with a score, or the name of one that needs no
+    file and evicts every `interval` tokens, which is then made with this budget and window. Segments are cut by the attention
+    of the last `window` queries (by default 32, or a quarter of a budget below 128). Each slot carries its credit from one
+    compaction to the next, in 4 bytes. The first `sinks` tokens, the last `recent` (by default the window, or the other
+    policy's if that is longer) and, with `protect_prompt`, the prompt are never evicted.
 
     Rule:
       mass = mean-pool over 5 slots of the mean over the last `window` queries and their heads of
@@ -157,12 +157,13 @@ def ams(
       each segment keeps its `each` best slots, and the rest of the budget goes to segments in proportion to `used`
 
     Departures:
-      - Shares of the budget are rounded by Webster's method: the next slot is the best one left of the segment with the largest
-        used / (slots beyond `each` + 1/2). They always add up, and a budget too small for `each` gives each segment the same
-        number up to one. The authors round each share and then add or take away single slots, from the first segment on.
-      - From the authors' newer code, which cuts at fixed multiples of `share` and joins segments that are too short: a segment
-        here begins with a mass of 0, as in the code beside it and in the paper.
-      - The slots of the window, which stay, belong to no segment; the authors give them the largest mass.
+      - Shares of the budget are rounded by Webster's method: the segment with the largest used / (slots beyond `each` + 1/2)
+        gets the next slot, its best remaining one. So the shares always add up, and if the budget is too small for `each`,
+        the segments' numbers of slots differ by at most one. The authors round each share, and then add or remove single
+        slots, from the first segment on.
+      - The authors' newer code cuts at fixed multiples of `share` and joins segments that are too short. Here a segment begins
+        with a mass of 0, as in the paper and in their older code.
+      - The slots of the window always stay and belong to no segment; the authors give them the largest mass.
 
     Raises:
       ValueError: a setting out of its range, a policy without a score, or a budget smaller than what is protected.

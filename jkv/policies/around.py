@@ -1,4 +1,4 @@
-"""The policies whose score another one uses, as `ams(around="r_kv")`."""
+"""The policies that another policy may build on, as in `ams(around="r_kv")`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,16 +29,16 @@ AROUND: dict[str, Callable[..., Policy]] = {
 
 
 def inner(around: str | Policy, name: str, **settings: int) -> Any:
-    """The policy whose score another one uses: as it is, or by its name, with those of the settings that it has.
+    """The policy that the policy `name` builds on: `around` itself, or made by its name with every setting that it takes.
 
     Raises:
-      ValueError: another name, or a policy that has no score.
+      ValueError: an unknown name, or a policy without a score.
     """
     if not isinstance(around, Policy):
         check_known(AROUND, around=around)
         fields = fields_of(AROUND[around])
         return AROUND[around](**{field: value for field, value in settings.items() if field in fields})
     if around.evict is None:
-        rule = f"{name} takes the score of the policy that `around` is; {around.name} has none. Take r_kv, for one."
+        rule = f"{name} needs a policy with a score as `around`; {around.name} has none. Use another, such as r_kv."
         raise refused(rule, around="unsupported")
     return around

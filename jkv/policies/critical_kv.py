@@ -68,7 +68,7 @@ def critical_kv(
 
     The last `window` tokens always stay. The first `sinks` tokens, the last `recent` (by default the window) and, with
     `protect_prompt`, the prompt are never evicted. A compaction multiplies each value by the output projection of every query
-    head that reads it: as many operations as that projection takes for so many tokens.
+    head that reads it: as many operations as that projection takes for the same number of tokens.
 
     Rule:
       a = the attention mass of `snap_kv`, from the last `window` queries
@@ -77,7 +77,7 @@ def critical_kv(
 
     Departures:
       - The authors compact the prompt once; this compacts while decoding, as `snap_kv` does here.
-      - Slots that are protected besides the window may be among those of the largest a.
+      - Slots that are protected besides the window may be among the slots with the largest a.
       - Max-pooling gives neighbours the same a. Where not all of them fit, the earlier slots stay; the authors, and kvpress,
         take what `torch.topk` returns, which promises no order.
 

@@ -18,11 +18,11 @@ from jkv.eviction.view import CacheView
 
 @dataclasses.dataclass(frozen=True)
 class NormProduct:
-    """The squared norm of a slot's key times that of its value, both after one random projection of each compaction.
+    """The squared norm of a slot's key times the squared norm of its value, after a random projection, new at each compaction.
 
     Attributes:
-      rank: columns of the projection; 0 takes the norms themselves.
-      seed: of the projections, which also depend on the layer and the length of the sequence, and on nothing else.
+      rank: columns of the projection; 0 for the norms without a projection.
+      seed: seed of the projections, which depend only on it, the layer and the length of the sequence.
     """
 
     rank: int
@@ -66,23 +66,23 @@ def cur(
 
     The first `sinks` tokens, the last `recent` (by default 64, or a quarter of a budget below 256) and, with `protect_prompt`,
     the prompt are never evicted. It reads no queries and keeps no attention statistics, so a compaction costs a matrix product
-    with `rank` columns. With `block=page_size`, whole pages of the text stay or go, by the mean score of their slots; one block
-    may be cut to fill the budget, and keeps its first tokens.
+    with `rank` columns. With `block=page_size`, it keeps or evicts whole pages of the text, by the mean score of a page's
+    slots; one block may be cut to fill the budget, and keeps its first tokens.
 
     Rule:
       G = a matrix [H, rank] of normal numbers over sqrt(rank), drawn anew for each layer and compaction
       score = |key G|^2 * |value G|^2, over its sum over the slots; keys as they are cached, after RoPE
-      with `block`: the mean of it over the slots that are left of the block, position // block
+      with `block`: each slot gets the mean score of its block's remaining slots; the block's number is position // block
 
     Departures:
-      - From CurDKV, which scores the prompt once by leverage scores: this is the form that the code of VaSE (arXiv 2606.03928)
-        runs while decoding.
-      - From that code: projections depend on seed, layer and length alone, so they are batch-invariant, and a compaction is due
-        by the row's own generated tokens.
+      - CurDKV scores the prompt once by leverage scores. The rule here is the variant for decoding in the code of VaSE
+        (arXiv 2606.03928).
+      - Unlike in VaSE's code, projections depend only on seed, layer and length, so they are batch-invariant, and the row's
+        own generated tokens decide when a compaction is due.
       - `rank=0` takes exact norms over all slots. kvpress's default takes exact norms, too, but each as a share of its block of
         16 slots (`use_local_approximation`).
-      - `block` is in neither: it gives the blocks of PagedEviction (arXiv 2509.04377) this score. A block that holds protected
-        tokens may lose its others.
+      - `block` is in neither: it applies this score to blocks, as in PagedEviction (arXiv 2509.04377). A block that holds
+        protected tokens may lose its other tokens.
 
     Raises:
       ValueError: a setting out of its range, or a budget that does not hold the sinks and the recent tokens.

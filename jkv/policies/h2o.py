@@ -20,8 +20,8 @@ def h2o(budget: int, recent: int | None = None, interval: int = 1, sinks: int = 
     `protect_prompt`, the prompt are never evicted.
 
     Rule:
-      mass(s) = sum over all queries q so far, those of the prompt included, of softmax(q . key / sqrt(H))(s)
-      keep the last `recent` slots, and of the others those with the largest mass
+      mass(s) = sum over all queries q so far, the prompt's included, of softmax(q . key / sqrt(H))(s)
+      keep the last `recent` slots, and the other slots with the largest mass
 
     Departures:
       - The mass is summed over the query heads of a KV head; the paper has one query head for each.

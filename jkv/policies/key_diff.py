@@ -40,18 +40,18 @@ def key_diff(
     """KeyDiff with `budget` slots for each layer and KV head, compacted every `interval` generated tokens.
 
     The first `sinks` tokens, the last `recent` (by default 64, or a quarter of a budget below 256) and, with `protect_prompt`,
-    the prompt are never evicted. With `block=page_size`, whole pages of the text stay or go, by the mean score of their slots;
-    one block may be cut to fill the budget, and keeps its first tokens.
+    the prompt are never evicted. With `block=page_size`, it keeps or evicts whole pages of the text, by the mean score of a
+    page's slots; one block may be cut to fill the budget, and keeps its first tokens.
 
     Rule:
       score(s) = -cosine(key of s, mean over all slots of key / |key|)
-      with `block`: the mean of it over the slots that are left of the block, position // block
+      with `block`: each slot gets the mean score of its block's remaining slots; the block's number is position // block
 
     Departures:
       - Keys are compared as they are cached, rotated for their positions.
       - The paper compacts blocks of the prompt; here a row is compacted every `interval` of its own generated tokens.
-      - `block` is not of the paper: it gives the blocks of PagedEviction (arXiv 2509.04377) this score. A block that holds
-        protected tokens may lose its others.
+      - `block` is not in the paper: it applies this score to blocks, as in PagedEviction (arXiv 2509.04377). A block that
+        holds protected tokens may lose its other tokens.
       - Sinks and recent tokens are protected by default; `sinks=0, recent=0` is the bare rule.
 
     Raises:

@@ -21,7 +21,7 @@ def mem_share(
 ) -> Policy:
     """MemShare: thoughts whose bags of tokens have a cosine above `similarity` (the paper's 0.8 or 0.9) share their pages.
 
-    Lengths of thoughts and formulas are not compared. The other settings are those of `reason_cache`.
+    Lengths of thoughts and formulas are not compared. The other settings are as in `reason_cache`.
 
     Rule:
       thoughts a, b are similar if cosine(tokens(a), tokens(b)) > similarity

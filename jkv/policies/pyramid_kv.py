@@ -26,7 +26,7 @@ def pyramid_kv(
 ) -> Policy:
     """PyramidKV with `budget` slots on average over layers; the last `window` tokens always stay, in every layer.
 
-    `when`, `sinks`, `recent` and `protect_prompt` are those of `snap_kv`.
+    `when`, `sinks`, `recent` and `protect_prompt` are as in `snap_kv`.
 
     Rule:
       the last layer keeps window + (budget - window) / beta slots, by SnapKV's score

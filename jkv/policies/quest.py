@@ -26,7 +26,7 @@ def quest(budget: int, dense_layers: int | None = None, over_group: str = "max")
     Departures:
       - Query heads of a KV head read the same pages, by the largest (or, with `over_group="mean"`, the mean) of their bounds;
         the authors choose for each query head.
-      - The authors' two dense layers are those of models with 32; of a small model they would be a large part.
+      - The authors keep two dense layers in models with 32 layers; in a small model, two would be a large part.
 
     Raises:
       ValueError: a setting out of its range.

@@ -17,7 +17,7 @@ def rpc(
     """RPC: of every `interval` generated tokens, one in `ratio` stays.
 
     The prompt and the last `window` tokens always stay. `scope="layer"` averages over all query heads of a layer (the paper's
-    choice), "head" over those of each KV head. The cache still grows, `ratio` times slower than the sequence.
+    choice), "head" over the query heads of each KV head. The cache still grows, `ratio` times slower than the sequence.
 
     Rule:
       score = mean-pool over `pool` slots of the mean over the last `window` queries and their heads of

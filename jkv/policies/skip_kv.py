@@ -73,7 +73,7 @@ def skip_kv(
     `steer`, a vector that `jkv steer` wrote, adds SkipKV's adaptive steering: `seal` at `layer` (by default two thirds of the
     way up) with a `strength` (the authors' -1 or -1.25) that falls by `growth` for each thought so far that contains one of
     `keywords`, updated every `interval` tokens. A `Steer` has settings of its own. `sentences=False` leaves the penalty out, as
-    an ablation. `sinks`, `recent` and `protect_prompt` are those of `r_kv`.
+    an ablation. `sinks`, `recent` and `protect_prompt` are as in `r_kv`.
 
     Rule:
       score = R-KV's score - P

@@ -1,4 +1,4 @@
-"""TwinKV (arXiv 2608.27128): repairs what another policy keeps, so that no key goes without one like it that stays."""
+"""TwinKV (arXiv 2608.27128): repairs what another policy keeps, so that a similar key stays for every evicted key."""
 
 import dataclasses
 
@@ -23,12 +23,12 @@ TILE = 128  # kept slots that all slots are compared with at once
 
 @dataclasses.dataclass(frozen=True)
 class Repaired:
-    """1 for the slots that stay after the repair, 0 for others: the docstring of `twin_kv` has the rule.
+    """1 for the slots that stay after the repair, 0 for others; see the rule of `twin_kv`.
 
     Attributes:
-      evict: how the other policy chooses slots, with what it protects.
-      similarity: the cosine from which on two keys are twins.
-      apart: the distance in tokens up to which two keys are none.
+      evict: how the other policy chooses and protects slots.
+      similarity: the least cosine of twins.
+      apart: the largest distance, in tokens, at which two keys are not compared.
     """
 
     evict: Evict
@@ -41,7 +41,7 @@ class Repaired:
 
     @property
     def needs(self) -> Needs:
-        """The other score's, and the time of comparing keys."""
+        """What the other policy needs, and a comparison of all keys, which takes time."""
         return self.evict.needs | Needs(compares_keys=True)
 
     def __call__(self, view: CacheView) -> tuple[Float[Array, "B K S"], Numbers] | Float[Array, "B K S"]:
@@ -62,7 +62,7 @@ class Repaired:
 
 
 def nearest(view: CacheView, is_kept: Bool[Array, "B K S"], apart: int) -> Float[Array, "B K S"]:
-    """The largest cosine of each slot's key to one that is kept and more than `apart` tokens away; -1 where there is none."""
+    """The largest cosine of each slot's key with a kept key more than `apart` tokens away; -1 if there is no such key."""
     key = jnp.where(view.is_filled[..., None], view.key.astype(jnp.float32), 0.0)
     unit = key / jnp.maximum(jnp.linalg.norm(key, axis=-1, keepdims=True), 1e-12)
     num_slots = view.position.shape[-1]
@@ -82,7 +82,7 @@ def nearest(view: CacheView, is_kept: Bool[Array, "B K S"], apart: int) -> Float
 
 @recipe(
     "TwinKV",
-    idea="repairs what another policy keeps: slots whose key has a twin make room for keys that would be left without one",
+    idea="repairs what another policy keeps: kept slots with a kept twin are swapped for evicted slots without one",
     arxiv="2608.27128",
 )
 def twin_kv(
@@ -97,23 +97,24 @@ def twin_kv(
 ) -> Policy:
     """TwinKV with `budget` slots for each layer and KV head, compacted every `interval` generated tokens.
 
-    `around` is the policy whose choice is repaired: any policy with a score and scope "head", as it is, or the name of one
-    that needs no file and evicts every `interval` tokens. The first `sinks` tokens, the last `recent` (by default 64, or a
+    `around` is the policy whose choice is repaired: any policy with a score and scope "head", or the name of one that needs no
+    file and evicts every `interval` tokens. The first `sinks` tokens, the last `recent` (by default 64, or a
     quarter of a budget below 256, or the other policy's window if that is longer) and, with `protect_prompt`, the prompt are
     never evicted.
 
     Rule:
       twins are keys with a cosine of `similarity` or more that are more than `apart` tokens apart
-      a donor is a slot that the other policy keeps, that is not protected, and that has a twin which it keeps
-      an orphan is a slot that it evicts, and that has no twin which it keeps
-      the orphans least like any kept key take the places of the donors most like one, one for one, until either are used up
+      a donor is an unprotected slot that the other policy keeps, and that has a kept twin
+      an orphan is a slot that the other policy evicts, and that has no kept twin
+      likeness = the largest cosine with a kept key more than `apart` tokens away
+      orphans, the least likeness first, replace donors, the most likeness first, until there are no more orphans or donors
 
     Departures:
-      - This is written from a port of the method (github.com/ruvnet/RuVector, issue 945) and what it says of the paper; the
+      - We wrote this from a port of the method (github.com/ruvnet/RuVector, issue 945) and the port's notes on the paper. The
         defaults of `similarity` and `apart` are the port's.
       - Keys are compared as they are cached, rotated for their positions.
-      - As in the port, likeness to the slots that were kept before the repair counts: of two donors that are each other's only
-        twin, both may go, and an orphan may enter beside one like it.
+      - As in the port, likeness is computed once, before the repair. So two donors that are each other's only twin may both be
+        evicted, and two similar orphans may both be kept.
 
     Raises:
       ValueError: a setting out of its range, a policy without a score or with another scope, or a budget smaller than what is
@@ -124,7 +125,7 @@ def twin_kv(
     """
     other = inner(around, "twin_kv", budget=budget)
     if other.evict.scope != "head":
-        rule = f"twin_kv repairs what each KV head keeps by itself; {other.name} has scope {other.evict.scope!r}. Use 'head'."
+        rule = f"twin_kv needs an `around` with scope 'head'; {other.name} has scope {other.evict.scope!r}. Use 'head'."
         raise refused(rule, around="unsupported")
     recent = max(default_recent(budget), other.needs.window) if recent is None else recent
     guard = protection(other.needs.window, sinks, recent, protect_prompt)

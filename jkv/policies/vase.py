@@ -82,7 +82,7 @@ def vase(
       draw the others without replacement, in proportion to a
 
     Departures:
-      - With `protect_prompt`, slots of the prompt may be among those of the largest range; the authors leave them out.
+      - With `protect_prompt`, slots of the prompt may have the largest range and stay for it; the authors leave them out.
       - Draws depend on the seed, layer, head, position and length alone, so they are batch-invariant.
       - A compaction is due by the row's own generated tokens; the authors' by the length of the cache.
 

@@ -1,11 +1,11 @@
-"""Reads answers in the harmony format of gpt-oss (github.com/openai/harmony): messages with a channel each.
+"""Reads answers in the harmony format of gpt-oss (github.com/openai/harmony): messages, each in a channel.
 
     <|channel|>analysis<|message|>They want the weather.<|end|>
     <|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>
 
-The channel "analysis" is thinking, a message to a function is a call, and others are text: "final", and "commentary", which is
-what the model says before it calls. The recipient may also stand before the channel, as the chat template writes it. Texts of
-completions have these marks but for `<|constrain|>` and the one that ends the completion.
+A message in the channel "analysis" is thinking, and a message to a function is a call. Messages in "final" and "commentary"
+are text; "commentary" is text before a call. The recipient may also precede the channel, as the chat template writes it. The
+text of a completion has these marks, except `<|constrain|>` and the mark that ends the completion.
 """
 
 import re
@@ -14,11 +14,11 @@ from collections.abc import Container
 from jkv.reasoning.token_text import num_certain
 from jkv.reasoning.tool_calls import CallPiece, Segment, Thought
 
-CHANNEL = "<|channel|>"  # before the name of one
-HEADS = ("<|start|>", CHANNEL, "to=")  # how the head of a message begins
-MESSAGE = "<|message|>"  # between its head and its body
-ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", CHANNEL)  # of a body
-LONGEST_HEAD = 500  # characters; a longer one is text
+CHANNEL = "<|channel|>"  # before the name of a channel
+HEADS = ("<|start|>", CHANNEL, "to=")  # one of these begins the head of a message
+MESSAGE = "<|message|>"  # between the head and the body of a message
+ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", CHANNEL)  # one of these ends a body
+LONGEST_HEAD = 500  # characters; a longer head is read as text
 ROLE, NAME, RECIPIENT = (
     re.compile(r"<\|start\|>\s*([\w.]+)"),
     re.compile(r"<\|channel\|>\s*(\w+)"),
@@ -28,15 +28,15 @@ FUNCTIONS = "functions."  # before the names of functions
 
 
 class ChannelReader:
-    """Receives an answer's text piece by piece, and returns what is certain of its thinking, its text and its calls.
+    """Parses an answer piece by piece, and returns its thinking, text and calls as soon as they are certain.
 
-    White space at the ends of a body is left out; texts of two messages have a line break between them. However a text is cut
-    into pieces, the segments add up to the same.
+    White space at the ends of a body is removed, and a line break separates the texts of two messages. The segments add up to
+    the same texts and calls however the answer is cut into pieces.
 
     Args:
-      functions: names of functions; a recipient that is one of them is called without `functions.` before it, too.
-      has_many: whether there may be more calls than one; others are left out.
-      thinks: whether the prompt ends in a body of the analysis.
+      functions: names of functions; a recipient with one of these names is a call even without `functions.` before it.
+      has_many: whether several calls are allowed; if not, only the first one is returned.
+      thinks: whether the prompt ends inside the body of an analysis message.
 
     >>> reader = ChannelReader({"add"})
     >>> reader.read('<|channel|>commentary to=functions.add json<|message|>{"x"', is_last=False)
@@ -46,14 +46,14 @@ class ChannelReader:
     def __init__(self, functions: Container[str], has_many: bool = True, thinks: bool = False) -> None:
         self.functions, self.has_many = functions, has_many
         self.num_calls = 0
-        self._place = "body" if thinks else "between"  # messages; or "head"
-        self._kind = "analysis" if thinks else ""  # of the body: this, "text" or "call"
-        self._text = ""  # that is not certain yet
+        self._place = "body" if thinks else "between"  # where the text is: in a "head", a "body", or "between" messages
+        self._kind = "analysis" if thinks else ""  # of the body: "analysis", "text" or "call"
+        self._text = ""  # text that is not certain yet
         self._has_begun = False  # whether the body has any text
-        self._seen = set[str]()  # kinds of bodies that have
+        self._seen = set[str]()  # kinds of the bodies so far that have text
 
     def read(self, text: str, is_last: bool) -> list[Segment]:
-        """Adds the next piece of text, or the last one; what is certain, in its order."""
+        """Adds the next or last piece of text, and returns the segments that are certain by now, in order."""
         self._text += text
         steps = {"between": self._begin, "head": self._head, "body": self._body}
         found, before = list[Segment](), ("", 0)
@@ -62,7 +62,7 @@ class ChannelReader:
         return [one for one in found if self.has_many or not isinstance(one, CallPiece) or not one.index]
 
     def _begin(self, is_last: bool) -> list[Segment]:
-        """Between messages, of which each has a head; a text without one is an answer."""
+        """Reads the text between messages: a head begins a message, and text without a head is a final answer."""
         bare = self._text.lstrip()
         if bare.startswith(HEADS):
             self._place, self._text = "head", bare
@@ -71,7 +71,7 @@ class ChannelReader:
         return []
 
     def _head(self, is_last: bool) -> list[Segment]:
-        """The head of a message, which says what its body is."""
+        """Reads the head of a message, which gives the kind of its body."""
         head, mark, after = self._text.partition(MESSAGE)
         length = len(head) if mark else num_certain(head, [MESSAGE])
         if mark and length <= LONGEST_HEAD:
@@ -99,7 +99,7 @@ class ChannelReader:
         self._place, self._kind, self._has_begun = "body", kind, False
 
     def _body(self, is_last: bool) -> list[Segment]:
-        """The body of a message, up to a mark that ends it."""
+        """Reads the body of a message, up to the mark that ends it."""
         places = [place for place in map(self._text.find, ENDS) if place >= 0]
         end = min(places, default=len(self._text) if is_last else num_certain(self._text, ENDS))
         body, rest = self._text[:end], self._text[end:]
@@ -114,7 +114,7 @@ class ChannelReader:
         return self._pieces(certain, is_over)
 
     def _pieces(self, text: str, is_over: bool) -> list[Segment]:
-        """What a body goes on with."""
+        """The segments of the next text of a body."""
         if self._kind == "call" and is_over and not (text or self._has_begun):
             text = "{}"  # a call without arguments
         if not text:

@@ -22,7 +22,7 @@ class Marks(NamedTuple):
     Attributes:
       begin: before the thinking; a chat template may have written it at the end of the prompt.
       ends: any of them ends the thinking. The one that begins first counts, and of these the longest.
-      calls: what else ends it where the model calls functions (`jkv.reasoning.channels`).
+      calls: further marks that end thinking, where the model calls functions (`jkv.reasoning.channels`).
     """
 
     begin: str

@@ -112,7 +112,7 @@ class Threshold:
       latest: the last `warm_up` distances; empty where the threshold is fixed.
       num_seen: how many there have been.
       is_fixed: whether the settings give the distance.
-      distances: those of the first `MOST_DISTANCES` candidates, in the order of measurement.
+      distances: distances of the first `MOST_DISTANCES` candidates, in the order of measurement.
       relative: the same distances relative to the norms of the pages.
     """
 

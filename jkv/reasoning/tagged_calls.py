@@ -79,7 +79,7 @@ class TaggedCallReader:
       functions: the JSON schema of each function's arguments, by its name.
 
     Attributes:
-      name, state, rest: as those of `jkv.reasoning.json_calls.JsonCallReader`.
+      name, state, rest: as in `jkv.reasoning.json_calls.JsonCallReader`.
     """
 
     is_list = False

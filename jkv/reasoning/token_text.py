@@ -47,7 +47,7 @@ class TextStream:
 
     Attributes:
       num_tokens: the number of tokens pushed so far.
-      num_characters: characters of the text so far, those of single bytes that wait included.
+      num_characters: characters of the text so far, including single bytes that wait for the rest of a character.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:

@@ -85,7 +85,7 @@ def pack_row(trace: Trace | None, row: Sequence[int], lengths: Sequence[int], si
         else:
             moment, ended = trace.moment[i], trace.ended[i].astype(np.int64)
             source, first = trace.source[i], trace.begin[i]
-            if has_columns:  # those of longer texts of the trace hold no token here, and begin where they end
+            if has_columns:  # columns past this text hold no token, and begin where they end
                 first = np.where(source < count, first, OPEN_END - size)
             else:
                 ended, source, first = (x[..., :count] for x in (ended, source, first))

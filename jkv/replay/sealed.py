@@ -17,7 +17,7 @@ Columns = tuple[Any, Any, Any]  # begin, end, source: [n, K, C]; source None: co
 def with_records(
     key: Float[Array, "n T K H"], value: Float[Array, "n T K H"], columns: Columns, format: SealedFormat
 ) -> tuple[Float[Array, "n S K H"], Float[Array, "n S K H"], Columns]:
-    """Keys, values and columns of floats, followed by those of records, whose gradient is that of the floats.
+    """Keys, values and columns of floats, followed by keys, values and columns of records, with the gradient of the floats.
 
     A column ends where its token becomes a record, and another one begins there; pages that no query reads so have none.
     """

@@ -124,7 +124,7 @@ class Trace:
 class TraceRecorder:
     """Writes the trace of one sample while it is decoded. `jkv.engine.samples.Sample` calls it, in `advance` and `compact`.
 
-    Positions and times are those of the sequence: prompt first, then the completion. `now` is the number of tokens seen, which
+    Positions and times count the sequence: prompt first, then the completion. `now` is the number of tokens seen, which
     is the position of the next query.
 
     Args:

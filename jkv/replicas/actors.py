@@ -105,7 +105,7 @@ class EngineActor:
         return self.worker.facts, self.worker.version
 
     def poll(self, seconds: float, chunks: float) -> Report:
-        """All messages since the last call; waits for the first, or until the engine has decoded so many chunks."""
+        """All messages since the last call; waits for the first, or until the engine has decoded a number of chunks."""
         messages: list[Message] = []
         end = time.monotonic() + seconds
         while not messages and self.worker.num_chunks < chunks and (left := end - time.monotonic()) > 0:
@@ -355,7 +355,7 @@ class RayCarrier:
         return [(frozenset(bucket.leaves), ray.put(bucket)) for bucket in pack(leaves)]
 
     def use(self, change: Change) -> None:
-        """The newest buckets of all leaves, or another adapter; buckets that nobody needs any more are dropped."""
+        """Keeps the newest buckets of all leaves, or another adapter; drops buckets that are no longer needed."""
         buckets, newest, digests = self._weights
         if change.digests is not None:
             new = frozenset[int]().union(*(owned for owned, _ in change.content))

@@ -182,7 +182,7 @@ class Dispatcher:
     def update(self, content: Any, digests: np.ndarray | None, reply: Reply[None], adapter: str = "") -> None:
         """Numbers new weights, of a carrier's `put`, and brings them to all replicas; the reply is given when all use them.
 
-        With the name of an adapter, its matrices (`Change`).
+        With the name of an adapter, `content` is the adapter (`Change`).
 
         From here on nothing is lost if the caller waits no more: this thread alone gives the version its weights.
         """

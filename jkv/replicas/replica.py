@@ -118,10 +118,10 @@ class Change(NamedTuple):
 
     Attributes:
       version: their number.
-      digests: of all leaves, by which a replica knows that it has them (`jkv.replicas.worker.digests_of`); None for an adapter.
-      content: of a carrier's `put`: the leaves that are new since the version before. Of an adapter what `Adapter` is, in host
-        memory, or None where it is removed.
-      adapter: its name; empty for the weights.
+      digests: digests of all leaves, to check that all weights arrived (`jkv.replicas.worker.digests_of`); None for an adapter.
+      content: what a carrier's `put` returned: the leaves that are new since the previous version. For an adapter, an `Adapter`
+        in host memory, or None if it is removed.
+      adapter: the adapter's name; empty for the weights.
     """
 
     version: int
@@ -131,12 +131,12 @@ class Change(NamedTuple):
 
 
 class Newest(NamedTuple):
-    """What a replica has that is started now, beside the weights.
+    """What a newly started replica needs besides the weights.
 
     Attributes:
       version: the number of the last change.
-      versions: of the weights, by the adapter of the requests that use them, which is empty for none.
-      adapters: by name.
+      versions: the version at which requests with an adapter last got new weights, by its name; "" for no adapter.
+      adapters: all adapters, by name.
     """
 
     version: int
@@ -203,7 +203,7 @@ class Replica(Protocol):
     def update(self, change: Change) -> None:
         """Uses new weights, or an adapter, from the engine's next step on; then `Updated` comes.
 
-        If weights arrive as others, it is `Lost`.
+        If the weights arrive damaged, the replica is `Lost`.
         """
 
     def drain(self) -> None:
@@ -254,7 +254,7 @@ class Carrier(Protocol):
         """
 
     def use(self, change: Change) -> None:
-        """Replicas that are started from now on begin with these weights, or with this adapter beside them."""
+        """Makes replicas that are started from now on begin with these weights, or with this adapter."""
 
     def forget(self) -> None:
         """Lets the caller's weights go; the next `put` brings all leaves."""

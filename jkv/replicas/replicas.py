@@ -115,8 +115,8 @@ class Replicas:
         compiled once in each process.
       restarts: how often a replica is started again after it was lost.
       ray: `jkv.replicas.options.RayOptions`: devices, timeouts and snapshots of actors.
-      settings: fields of `jkv.EngineOptions` by name, which replace those of `options`, each for one replica:
-        `max_running=32` are 32 rows on each.
+      settings: fields of `jkv.EngineOptions` by name, which replace the fields of `options`. They count per replica:
+        `max_running=32` is 32 rows on each.
 
     Attributes:
       policies: of the calls.
@@ -198,7 +198,8 @@ class Replicas:
     ) -> Result:
         """Completions of one prompt or a list of them, as `jkv.generate` returns them: prompt-major, whoever made them.
 
-        Bytes and counts of `stats` are those of all replicas since they had nothing to do, and seconds are the longest of any.
+        In `stats`, bytes and counts are totals over all replicas since they were last idle, and seconds are the longest of any
+        replica.
 
         Args:
           prompts: a text, a list of token ids or a conversation (a list of messages), or a list of these.
@@ -226,7 +227,7 @@ class Replicas:
     ) -> Iterator[tuple[int, Result]]:
         """Yields each sample as soon as it is finished: its index in the order of `generate`, and its result.
 
-        Statistics are those of the sample; of the engines' own, only `platform` and page size are there. If the caller stops
+        Statistics are per sample; of the engines' statistics, only `platform` and page size are there. If the caller stops
         early, the others are cancelled.
         """
         groups = self.requests(prompts, settings, prompt_mask)
@@ -271,7 +272,7 @@ class Replicas:
             raise refused(NO_ROWS, request="unsupported")
         if request.policy not in self.policies:
             raise refused(
-                f"Replicas receive their policies once; got {request.policy.name} with other settings than those of policies="
+                f"Replicas receive their policies once; got {request.policy.name} with settings that are not in policies="
                 f"[{', '.join(policy.name for policy in self.policies)}]. Give it to jkv.Replicas(policies=[...]).",
                 policy="conflict",
             )
@@ -480,7 +481,7 @@ class Replicas:
 
     @property
     def version(self) -> int:
-        """Of the newest weights: 0, and one more for each `update`, and for each change of an adapter."""
+        """The version of the newest weights: 0 at first, plus 1 for each `update` and each change of an adapter."""
         return self._dispatcher.version
 
     @property
@@ -520,7 +521,7 @@ class Replicas:
     def add_adapter(self, name: str, adapter: Adapter) -> None:
         """Puts an adapter into a free place of every replica, and returns when all have it: see `jkv.Engine.add_adapter`.
 
-        A replica that is started again begins with all of them. If this call is interrupted, the adapter is there all the same.
+        A replica that is started again begins with all adapters. An interrupted call still adds the adapter.
 
         Raises:
           ValueError: see there; nothing is changed.

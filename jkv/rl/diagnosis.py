@@ -82,7 +82,7 @@ class Diagnosis:
       nearest: the log-probabilities that theirs are nearest to, a key of `distances`.
       change: what the trainer does to these: "", "negated", "as probabilities", "one token late" or "one token early".
       difference: the absolute difference from these, so changed, in nats: the 99th percentile.
-      is_right: whether theirs are those of the draws, to 1e-5 nats at the 99th percentile.
+      is_right: whether theirs equal the log-probabilities of the draws, to 1e-5 nats at the 99th percentile.
       distances: of theirs, unchanged, from each, over the tokens that theirs have and that are not certain in all of them.
       left_out: drawn tokens for which theirs have 0, NaN or an infinity, by index `[n, 2]` of row and token.
       rows: the rows that are within 1e-5 nats of the draws in all their tokens.
@@ -125,7 +125,7 @@ def diagnose(model: Model | Params, out: Result, theirs: Any) -> Diagnosis:
     >>> model = jkv.load("tiny-reasoner")
     >>> out = jkv.generate(model, "b=3;c=7;d=b*c;?d", sampling=jkv.Sampling(seed=0), max_new_tokens=24)
     >>> print(jkv.rl.diagnose(model, out, -out.logprobs).text)  # doctest: +ELLIPSIS
-    The trainer's log-probabilities are those of what was sampled, negated, within 0.0e+00 nats...
+    The trainer's log-probabilities match what was sampled, negated, within 0.0e+00 nats...
     """
     theirs, known = checked(theirs, out), candidates(model, out)
     is_token = np.arange(theirs.shape[1]) < np.asarray(out.lengths)[:, None]
@@ -179,7 +179,7 @@ def checked(theirs: Any, out: Result) -> np.ndarray:
         raise refused(rule, theirs="wrong_type") from None
     if values.shape != out.tokens.shape:
         rule = f"theirs must have the shape of out.tokens, {list(out.tokens.shape)}; got {list(values.shape)}."
-        how = "Return a number for each token of a completion, without those of the prompt, padded on the right."
+        how = "Return a number for each token of a completion and none for the prompt, padded on the right."
         raise refused(f"{rule} {how}", theirs="wrong_type")
     return np.where(values == -np.inf, LEAST, values)
 
@@ -225,14 +225,12 @@ def verdict(name: str, change: str, difference: float, is_clear: bool) -> str:
     what = f"{name}, {change}" if change else name
     advice = " ".join(one for one in (CHANGES[change][1], ADVICE.get(name, "")) if one)
     if difference <= EQUAL:
-        return f"The trainer's log-probabilities are those of {what}, within {difference:.1e} nats. {advice}".rstrip()
+        return f"The trainer's log-probabilities match {what}, within {difference:.1e} nats. {advice}".rstrip()
     if is_clear and difference <= ROUNDED:
         rounds = "as weights and sums in bfloat16 differ: compute in float32 to see less"
-        return (
-            f"The trainer's log-probabilities are those of {what}, but for {difference:.1e} nats, {rounds}. {advice}".rstrip()
-        )
+        return f"The trainer's log-probabilities match {what}, but for {difference:.1e} nats, {rounds}. {advice}".rstrip()
     return (
-        f"The trainer's log-probabilities are none that we know. The nearest are those of {what}: one token of a hundred "
+        f"The trainer's log-probabilities match none that we know. The nearest is {what}: one token of a hundred "
         f"differs by more than {difference:.1e} nats. Compare weights, chat template, prompts, positions and padding."
     )
 

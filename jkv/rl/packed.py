@@ -23,7 +23,7 @@ class Packing(PyTree):
     """How the N sequences of a batch lie in B packed rows of P tokens."""
 
     token: Any  # [B, P] int32
-    columns: Columns  # of the packed rows; those of full caches are alike in all layers and heads, which have length 1
+    columns: Columns  # of the packed rows; full caches have the same columns everywhere, so layers and heads have length 1
     settings: Any  # `jkv.model.sampling.SamplingRows`, each [B]
     place: Any  # [N, T] int32: where each token of a sequence lies, counted through all packed rows
     is_replayed: bool = static()  # whether the columns are a compressed cache's

@@ -36,7 +36,7 @@ class Turn:
 
     Attributes:
       prompt_index: index of the conversation's prompt in the call.
-      sample_index: index of the conversation among those of its prompt.
+      sample_index: index of the conversation among its prompt's conversations.
       number: of the turn, from 0.
       tokens: `[T]` int32, drawn in this turn.
       text: their text without special tokens and the token that ended the turn; None without a tokenizer.

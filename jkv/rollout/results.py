@@ -25,7 +25,7 @@ class Rollouts(Result):
       mask: `[N, T]` bool, tokens that the model drew, in every turn; replies and padding are False. A trainer that compares
         tokens with `pad_id` instead loses end tokens equal to it.
       prompt_index: `[N]` index of each sample's prompt in the call, or among all submitted since nothing was pending.
-      sample_index: `[N]` index of each sample among those of its prompt.
+      sample_index: `[N]` index of each sample among its prompt's samples.
       seeds: `[N]` seed of each sample's draws: given, or fresh entropy.
       pad_id: the padding token.
       top: the most likely tokens at each place under the model's own distribution, if `top_logprobs=k` asked for them, as

@@ -9,8 +9,8 @@ The engine stays open between updates of the weights:
         rollout.update(params)                           # no recompile
 
 A group's prompt is prefilled once and its pages are shared by reference count; every sample evicts by itself. Log-probabilities
-are those of the exact distribution that each token, end tokens included, was drawn from with the compressed cache. They differ
-from those of a trainer's dense forward pass; `jkv.rl` measures and corrects the difference, or replays the trace.
+are under the exact distribution that each token, end tokens included, was drawn from with the compressed cache. They differ
+from the log-probabilities of a trainer's dense forward pass; `jkv.rl` corrects the difference, or replays the trace.
 """
 
 import dataclasses

@@ -197,7 +197,7 @@ class Session:
 
     A rollout has a session of its own, for the methods of the same names. Each thread that submits and runs takes another
     (`jkv.Rollout.session`): all of them share the pool and the batch, and none sees the samples of another. Statistics are
-    those of the whole engine since it had nothing pending.
+    of the whole engine since it was last idle.
 
     Args:
       callers: the threads that use the engine.

@@ -76,7 +76,7 @@ class About:
         return {"kv_pool_bytes": engine.num_pages * engine.page_bytes, "kv_bytes_per_token": of_token}
 
     def cards(self) -> list[dict[str, Any]]:
-        """What clients see of the model and its adapters, each of which names the model as its parent."""
+        """What clients see of the model and its adapters; each adapter names the model as its parent."""
         own = self.card()
         return [own, *({**own, "id": name, "parent": own["id"]} for name in self.server.service.engine.adapters)]
 

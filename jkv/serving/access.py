@@ -18,7 +18,7 @@ from jkv.serving.errors import RefusalError
 LOOPBACK = ("localhost", "127.0.0.1", "::1")  # names under which a machine calls itself
 ANY = "*"
 DEFAULT = "default"  # the name of `--api-key`, which all clients may share
-TRAINER = "trainer"  # of the trainer's key
+TRAINER = "trainer"  # the name of the trainer's key
 ORIGIN = re.compile(r"https?://[^/\s]+")
 
 
@@ -65,12 +65,12 @@ class Access:
 
 
 def client_of(request: Any) -> str:
-    """Whose requests take turns with others', of a request of starlette; `request.state.key` is the name of its key."""
+    """The client of a starlette request (`client_named`); `request.state.key` is the name of the request's key."""
     return client_named(request.state.key, "" if request.client is None else request.client.host)
 
 
 def client_named(key: str, address: str) -> str:
-    """Whose requests take turns with others': those of a key with a name of its own, or else of an address.
+    """The client whose requests take turns with other clients': a key that has its own name, or else an address.
 
     What a body says, such as `user`, does not count: a client could call itself a thousand clients.
 

@@ -332,7 +332,7 @@ class Server:
         names: Mapping[str, str] | None = None,
         unread: Sequence[str] = (),
     ) -> F:
-        """The fields of a body; `names` are those of another API for them, and `unread` its fields that are ignored."""
+        """The fields of a body; `names` are the fields' names in another API, and `unread` that API's ignored fields."""
         body, unread = renamed(body, issubclass(kind, TemplateFields)), list(unread)
         if body.get("priority") is not None and not self.options.may_order(request.state.key):
             unread.append("priority")
@@ -344,7 +344,7 @@ class Server:
         return fields
 
     def check_model(self, name: str | None) -> None:
-        """Refuses another name than the model's and those of its adapters."""
+        """Refuses names other than the model's and its adapters'."""
         adapters = self.service.engine.adapters
         if name not in (None, "", self.name, *adapters):
             or_adapter = f", or an adapter ({', '.join(adapters)})" if adapters else ""

@@ -1,6 +1,6 @@
-"""Where requests are encoded and checked: in threads of their own, a few of each client at a time.
+"""Encodes and checks requests in separate threads, with a limit for each client.
 
-A prompt of megabytes takes seconds. Meanwhile requests of others are encoded, and neither the event loop nor other work waits.
+A prompt of megabytes takes seconds to encode. Meanwhile requests of other clients are encoded, and the event loop runs on.
 """
 
 import asyncio
@@ -12,18 +12,18 @@ from typing import ParamSpec, TypeVar
 from jkv.serving.errors import RefusalError
 
 THREADS = 4
-OF_CLIENT = 3  # requests of a client that are encoded at a time; one thread is left to others
-RETRY_SECONDS = 1  # after which a client that was refused may try again
+OF_CLIENT = 3  # requests of one client that are encoded at a time, so that one thread is free for other clients
+RETRY_SECONDS = 1  # until a refused client may try again
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class Encodings:
-    """Runs functions in its threads; the methods are for one event loop.
+    """Runs functions in its threads; only one event loop may call the methods.
 
     Args:
-      most: calls that may be unfinished at a time; others are refused.
+      most: the most unfinished calls at a time; further calls are refused.
     """
 
     def __init__(self, most: int) -> None:
@@ -32,13 +32,13 @@ class Encodings:
         self._turns = weakref.WeakValueDictionary[str, asyncio.Semaphore]()
 
     async def run(self, client: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What a function returns for a client.
+        """Runs a function for a client, and returns its result.
 
         Raises:
           RefusalError: too many calls are unfinished.
         """
         if self.num_open >= self.most:
-            message = f"{self.num_open} requests are being read, as many as may be. Try again later."
+            message = f"At most {self.most} requests may be encoded or wait for it, and there are as many. Try again later."
             raise RefusalError(429, message, headers={"retry-after": str(RETRY_SECONDS)})
         turn = self._turns.setdefault(client, asyncio.Semaphore(OF_CLIENT))
         self.num_open += 1
@@ -49,5 +49,5 @@ class Encodings:
             self.num_open -= 1
 
     def close(self) -> None:
-        """Lets no further function begin."""
+        """Starts no further function."""
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -187,7 +187,7 @@ class Job:
     row: KeptRow | None = None
 
     def of_client(self, client: str) -> "Job":
-        """The job, whose requests take turns with those of other clients."""
+        """The job with a client; the requests of different clients take turns."""
         groups = [[dataclasses.replace(request, client=client) for request in group] for group in self.groups]
         return dataclasses.replace(self, groups=groups)
 
@@ -207,18 +207,18 @@ class Job:
         return max(self.num_samples, self.is_scored * len(self.prompts))
 
 
-RENDERERS = 4  # processes, of which a server that renders one conversation at a time starts one
+RENDERERS = 4  # processes at most; a server that renders one conversation at a time starts only one
 
 
 def encoding_lock(tokenizer: Any) -> contextlib.AbstractContextManager[Any]:
-    """What threads that encode must hold: nothing, where the tokenizers library encodes without changing the tokenizer."""
+    """The lock that encoding threads must hold: none if the tokenizers library encodes without changing the tokenizer."""
     return contextlib.nullcontext() if isinstance(tokenizer, CheckpointTokenizer) else threading.Lock()
 
 
 class Encoder:
     """Encodes texts and conversations for many threads; it keeps the processes that render chat templates.
 
-    A long text or a slow template keeps no other one waiting, as long as there is a process for it.
+    A long text or a slow template delays no other, as long as a process is free.
 
     Args:
       model: gives tokenizer and template.
@@ -242,7 +242,7 @@ class Encoder:
 
     @property
     def renderer(self) -> ChatRenderer:
-        """One that has the chat templates.
+        """A process with the chat templates.
 
         Raises:
           InputError: the model has none.
@@ -271,7 +271,7 @@ class Encoder:
             return list(encode_text(unbounded(self.model), 0, text, is_chat=not adds)) if text else []
 
     def encode_chat(self, messages: Any, **options: Any) -> np.ndarray:
-        """Token ids of a conversation; `options` are those of the chat template."""
+        """Token ids of a conversation; `options` are passed to the chat template."""
         text = self._readable(self._render(self.plain(messages), options))
         with self._lock:
             return encode_prompt(self.model, 0, text, is_chat=True)

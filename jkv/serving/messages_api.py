@@ -326,7 +326,7 @@ class MessageWriter:
 
 
 def counted(num_prompt: int, num_cached: int, num_new: int) -> dict[str, Any]:
-    """The tokens of a message; those of the prompt that the cache held count apart."""
+    """The tokens of a message; prompt tokens that the cache held count separately."""
     cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": num_cached}
     return {"input_tokens": num_prompt - num_cached, **cached, "output_tokens": num_new}
 

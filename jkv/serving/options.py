@@ -86,7 +86,7 @@ class ServerOptions:
             if key is not None and not (key.strip() and key.isascii() and key.isprintable()):
                 raise out_of_range(field, "be printable ASCII, as headers are, and not empty", key)
         if self.trainer_key is not None and self.trainer_key in self.keys:
-            rule = "{field} must be another key than those of clients, who could replace the weights. Make one of its own."
+            rule = "{field} must differ from the keys of clients, who could otherwise replace the weights. Make a separate key."
             raise InputError(rule, field="trainer_key", code="conflict")
 
     def may_order(self, key: str) -> bool:

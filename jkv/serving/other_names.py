@@ -6,7 +6,7 @@ from typing import Any
 from jkv.checks import shown
 from jkv.errors import InputError
 
-SAME = {  # name for name: those of llama.cpp, Ollama, SGLang and text-generation-inference
+SAME = {  # one for one, the names of llama.cpp, Ollama, SGLang and text-generation-inference
     "json_schema": "guided_json",
     "max_new_tokens": "max_tokens",
     "n_predict": "max_tokens",

@@ -47,7 +47,7 @@ REFUSED: dict[str, tuple[Any, str]] = {  # they would change a completion: the v
 }
 LONGEST_NUMBER = 100  # characters of one that comes as a text
 LIKE = 0.9  # how like a known name an unknown one is that is taken for a mistake, of at most 1
-IN_TEMPLATES = {  # names that rendering itself gives to a template: those of a request are fields of their own, or not served
+IN_TEMPLATES = {  # names that rendering sets itself: a request has separate fields for them, or may not set them
     *("add_generation_prompt", "chat_template", "compiled_template", "continue_final_message", "conversation"),
     *("conversations", "messages", "return_assistant_tokens_mask", "return_dict", "self", "tokenize", "tools"),
 }
@@ -112,7 +112,7 @@ class TemplateFields(Body):
 
     @property
     def must_call(self) -> set[str]:
-        """The functions of which the answer must call one; none where it need not.
+        """The functions one of which the answer must call; empty if it need not call any.
 
         Raises:
           InputError: another choice than the known ones.
@@ -175,7 +175,7 @@ class Fields(Body):
     """The fields of both endpoints; None is the server's default.
 
     Attributes:
-      policy, settings: how the cache stays small. Without `policy`, `settings` change those of the server's policy.
+      policy, settings: how the cache stays small. Without `policy`, `settings` change the settings of the server's policy.
       ignore_eos: whether the model's own end tokens end nothing.
       return_token_ids: whether the response has token ids.
       logprobs_mode: under which distribution log-probabilities are: RAW is the model's own, at temperature 1 and without
@@ -188,9 +188,9 @@ class Fields(Body):
         (`jkv.serving.form_fields`).
       prompt_logprobs: whether the response has the log-probabilities of the prompt's tokens, and of how many most likely ones.
       kv_dtype: the pool's format, if it is named: all requests share one pool.
-      cache_salt: requests share pages of the prefix cache with those of the same salt alone.
+      cache_salt: requests share pages of the prefix cache only with requests of the same salt.
       prompt_piece: tokens of a prompt that are prefilled before its first compaction; None is all.
-      priority: those with a lower number are served first; only of keys that may set it (`ServerOptions.priorities`).
+      priority: requests with a lower number are served first; ignored unless the key may set it (`ServerOptions.priorities`).
 
     Raises:
       ValueError: a field of another type, or out of its range.
@@ -558,7 +558,7 @@ def parse(text: bytes) -> dict[str, Any]:
 
 
 def ignored_of(kind: type[Body], body: Mapping[str, Any]) -> list[str]:
-    """The names of a body's fields that are ignored, of its messages too: those of other servers' clients."""
+    """The names of ignored fields of a body and its messages, which clients of other servers send."""
     known = {field.name for field in dataclasses.fields(kind)} | REFUSED.keys() | SETTINGS.keys() | {"best_of"}
     return [name for name in body if name not in known] + sorted(unread_of(body.get("messages")))
 

@@ -119,7 +119,7 @@ class AnswerReader:
         self.has_calls = False
 
     def push(self, text: str, is_last: bool) -> list[Segment]:
-        """Adds the next piece of text, or the last one; what is certain, in its order."""
+        """Adds the next or last piece of text, and returns the segments that are certain by now, in order."""
         if isinstance(self._reader, ChannelReader):
             found = self._reader.read(text, is_last)
         else:
@@ -335,8 +335,8 @@ def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 def usage_of(model: Model, prompts: Sequence[Any], results: Sequence[Result], thinks: bool, is_chat: bool) -> dict[str, Any]:
     """Tokens of prompts and completions, and what the cache held of them at the end.
 
-    `cached_tokens` are those of prompts that the prefix cache, or a conversation's row, held when the first sample of each
-    started.
+    `cached_tokens` are the tokens of prompts that the prefix cache, or a conversation's row, held when the first sample of a
+    prompt started.
 
     `kv` has tokens averaged over layers and KV heads and summed over samples, and the sum of the samples' peak bytes.
     """

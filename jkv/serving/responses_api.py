@@ -266,7 +266,7 @@ def text_of(content: Any, where: str) -> Any:
 
 
 def check_instructions(asked: Asked, messages: Sequence[Any]) -> None:
-    """Refuses other instructions than those of the conversation that goes on, whose `messages` begin with them."""
+    """Refuses instructions that differ from the continued conversation's, whose `messages` begin with them."""
     if asked.instructions and {"role": "system", "content": asked.instructions} not in messages[:1]:
         rule = (
             "{field} are the conversation's own with previous_response_id, whose tokens stay; got others. Leave them out, or "
@@ -404,7 +404,7 @@ class LogProbs:
         self._shown += chat_log_probs(self._reader, tokens, likely)["content"]
 
     def take(self) -> list[Any]:
-        """Those of the answer that nobody has taken yet, for a text that has begun: the thinking is over."""
+        """The answer's log-probabilities that were not taken yet, for a text that has begun: the thinking is over."""
         if not self._shown:
             return []
         if self._start is None:

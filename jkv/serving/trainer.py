@@ -1,6 +1,6 @@
 """Endpoints for trainers (`jkv serve --trainer`): token ids in and out, pauses and sleep, new weights and adapters from disk.
 
-The names are those of vLLM and SGLang where they have one: `/pause?mode=`, `/is_paused`, `/sleep?level=`, `/load_lora_adapter`,
+Names are vLLM's and SGLang's where they have one: `/pause?mode=`, `/is_paused`, `/sleep?level=`, `/load_lora_adapter`,
 `token_ids`, `sampling_params`, `model_path`. `jkv.serving.run` adds the routes to an application whose server was started for a
 trainer.
 """
@@ -35,15 +35,15 @@ from jkv.serving.jobs import Job, gathered, until_gone
 from jkv.serving.requests import PROCESSED, CompletionFields
 from jkv.serving.responses import Head, failure_of, reason_of, tokens_of
 
-IDS = ("token_ids", "input_ids", "prompt")  # vLLM's name, SGLang's, and that of `/v1/completions`
+IDS = ("token_ids", "input_ids", "prompt")  # vLLM's name, SGLang's, and the name in `/v1/completions`
 ALIASES = {"max_new_tokens": "max_tokens", "lora_path": "model"}  # SGLang's; its `lora_path` is an adapter's name
 ALWAYS = ("logprobs", "return_logprob")  # every response has them
 LEVELS = ("1", "2")  # of sleep
-OF_BROWSERS = ("origin", "sec-fetch-site")  # headers; a GET, as of an image, has the second alone
+OF_BROWSERS = ("origin", "sec-fetch-site")  # headers that browsers send; a GET, such as for an image, has only the second
 POOL = "kv_cache"
-TAGS = (POOL, "weights")  # what vLLM wakes one by one
+TAGS = (POOL, "weights")  # parts that vLLM wakes separately
 LORA_FIELDS = ("lora_name", "lora_path", "load_inplace")
-LORA_NAMES = {"name": "lora_name", "adapter": "lora_path"}  # of the engine's arguments, for clients
+LORA_NAMES = {"name": "lora_name", "adapter": "lora_path"}  # the engine's arguments, as clients name them
 T = TypeVar("T")
 
 
@@ -107,7 +107,7 @@ class Trainer:
         self.server, self.service, self.options = server, server.service, options
         self._updates = asyncio.Lock()  # so that at most two copies of the weights are in memory
         self._sleeping = asyncio.Lock()
-        self._is_waking = False  # as soon as there are weights again
+        self._is_waking = False  # whether to wake as soon as there are weights again
 
     async def generate(self, request: Request) -> Response:
         """`/generate`: the completions of prompts of token ids, with what a trainer learns from."""
@@ -171,7 +171,7 @@ class Trainer:
         return self.read_folder("model_path", name, lambda folder: read_weights(folder, self.server.model))
 
     def read_folder(self, field: str, name: str, read: Callable[[Path], T]) -> T:
-        """What is read from a folder below the root; readers refuse files that are links out of their folder.
+        """Reads a folder below the root; readers refuse files that are links to outside of the folder.
 
         Raises:
           RefusalError: no root, a folder outside of it or without a checkpoint, or one that is still written.
@@ -203,7 +203,7 @@ class Trainer:
     async def load_adapter(self, request: Request) -> Response:
         """`/load_lora_adapter`: an adapter of a folder, which requests name as their model from then on.
 
-        With `load_inplace` it replaces the one of its name, from the next turn on.
+        With `load_inplace` it replaces the adapter of that name, from the next step on.
         """
         request.state.names = LORA_NAMES
         body = await self.server.read_body(request)
@@ -212,7 +212,7 @@ class Trainer:
         if ignored := [field for field in body if field not in LORA_FIELDS]:
             request.state.headers["x-jkv-ignored"] = header_of(ignored)
         if name == self.server.name or (name in engine.adapters and not replaces):
-            got = "the model's" if name == self.server.name else "that of an adapter; load_inplace replaces it"
+            got = "the model's" if name == self.server.name else "an adapter's; load_inplace replaces it"
             raise RefusalError(400, f"lora_name must be a new name; got {shown(name)}, {got}.", "lora_name", "conflict")
         if not engine.options.max_adapters:
             rule = "An adapter needs a server with places for adapters; this one has none. Start it with --max-adapters."
@@ -230,7 +230,7 @@ class Trainer:
         request.state.names = LORA_NAMES
         name = typed("lora_name", (await self.server.read_body(request)).get("lora_name"), str)
         if name not in self.service.engine.adapters:
-            raise RefusalError(404, f"lora_name must be that of an adapter; got {shown(name)}.", "lora_name")
+            raise RefusalError(404, f"lora_name must be the name of an adapter; got {shown(name)}.", "lora_name")
         try:
             version = await self.service.call(lambda engine: take_adapter(engine, name))
         except InputError as error:
@@ -238,21 +238,21 @@ class Trainer:
         return self.loaded(request, f"LoRA adapter '{name}' removed successfully.", version)
 
     def loaded(self, request: Request, done: str, version: int) -> Response:
-        """The answer to a change of adapters: vLLM's text below `/v1`, and else SGLang's object."""
+        """The answer to a change of adapters: vLLM's text below `/v1`, elsewhere SGLang's object."""
         if request.url.path.startswith("/v1/"):
             return PlainTextResponse(f"Success: {done}")
         names = self.service.engine.adapters
         return JSONResponse({"success": True, "loaded_adapters": names, "weights_version": version})
 
     async def clear_prefix_cache(self, request: Request) -> Response:
-        """`/reset_prefix_cache` and `/flush_cache`: no later prompt starts from what is there now."""
+        """`/reset_prefix_cache` and `/flush_cache`: no later prompt reuses what the cache holds now."""
         await self.service.clear_prefix_cache()
         return JSONResponse({"success": True})
 
     async def sleep(self, request: Request) -> Response:
-        """`/sleep?level=&mode=`: frees the pool of pages, and at level 2 the weights, once requests have paused.
+        """`/sleep?level=&mode=`: frees the pool of pages, and at level 2 the weights too, once requests have paused.
 
-        Until `/wake_up`, requests are refused with 503. Those that came before, and wait or go on, keep until then.
+        Until `/wake_up`, new requests are refused with 503. Earlier requests that are unfinished wait for the end of the sleep.
         """
         level, mode = request.query_params.get("level", "1"), request.query_params.get("mode", "abort")
         check_known(LEVELS, level=level)
@@ -365,7 +365,7 @@ def flattened(body: Mapping[str, Any]) -> dict[str, Any]:
 def samples_of(job: Job, results: Sequence[Result]) -> dict[str, Any]:
     """The samples of all prompts, prompt-major, and the number of tokens.
 
-    `logprobs` are those of the tokens under the distributions that they were drawn from, and `weights_versions` the versions
+    `logprobs` are under the distributions that the tokens were drawn from, and `weights_versions` the versions
     of the weights that drew them.
     """
     choices: list[dict[str, Any]] = []
@@ -400,7 +400,7 @@ def states_of(folder: Path) -> dict[str, tuple[int, int, int]]:
 
 
 def replace_weights(engine: Engine, params: Params, wakes: bool) -> int:
-    """Uses new weights from the next turn on, and wakes an engine that waited for them; returns their version."""
+    """Uses new weights from the next step on, and wakes an engine that waited for them; returns their version."""
     engine.update(params)
     if wakes:
         engine.wake()
@@ -408,7 +408,7 @@ def replace_weights(engine: Engine, params: Params, wakes: bool) -> int:
 
 
 def put_adapter(engine: Engine, name: str, found: Mapping[str, LowRank]) -> int:
-    """Adds an adapter, or replaces the one of its name; returns the version of the weights."""
+    """Adds an adapter, or replaces the adapter of that name; returns the version of the weights."""
     (engine.update_adapter if name in engine.adapters else engine.add_adapter)(name, found)
     return engine.version
 

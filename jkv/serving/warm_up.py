@@ -66,7 +66,7 @@ class WarmUp:
         LOGGER.info("warm after %.1f seconds, %d programs", seconds, COMPILING.count - programs)
 
     def _end(self) -> None:
-        """From now on requests wait for their programs alone, and none of these counts in the figures."""
+        """From now on another thread compiles missing programs, and the figures start at zero."""
 
         def end(engine: Engine) -> None:
             engine.runner.foreseen.switch(True)

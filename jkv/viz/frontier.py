@@ -15,8 +15,8 @@ FIELDS = ("policy", "problems", "accuracy", "low", "high", "kv_share")
 def frontier(outcomes: Sequence[Any] | str | Path, title: str | None = None) -> Any:
     """Accuracy with its 95 % interval against the mean KV bytes held, in percent of the full cache's.
 
-    `outcomes` are those of `jkv.evaluation.compare.compare`, their records, or the JSON file that `jkv eval --out` writes; one
-    of them is `full`. Returns a figure of matplotlib.
+    `outcomes` come from `jkv.evaluation.compare.compare`, or are their records, or the JSON file that `jkv eval --out` writes.
+    One of them is `full`. Returns a figure of matplotlib.
 
     Raises:
       ValueError: records of another kind, or no full cache to compare with.

@@ -66,7 +66,7 @@ def kept(
     must come from the same prompts. Each panel has its own text: after the first token that differs, the texts are two.
 
     A token's shade is the share of layers and KV heads whose cache holds it when the newest token's query reads it: before any
-    compaction that follows. Shared pages are shown with the pages that replaced them. Bytes are those of keys and values. Where
+    compaction that follows. Shared pages are shown with the pages that replaced them. Bytes count keys and values. Where
     a policy chooses what to read (Quest), the picture shows what is read; the cache holds all of it.
 
     The page opens at the first eviction, or at the end if there is none; `#t=40&layer=2&head=1&sample=0` after its address
@@ -121,7 +121,7 @@ def check_pair(first: Result, other: Result, every: Sequence[int]) -> None:
         raise refused(rule, out="conflict")
     for one in every:
         if not np.array_equal(first.prompts[one], other.prompts[one]):
-            raise refused(f"Results side by side need the same prompts; those of sample {one} differ.", out="conflict")
+            raise refused(f"Results side by side need the same prompts; the prompts of sample {one} differ.", out="conflict")
 
 
 def records_of(names: Sequence[Any], outs: Sequence[Result], sample: int) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ def learning(curves: Mapping[str, Sequence[Mapping[str, Any]]], title: str = "Re
     ends, looks = [], iter(range(len(curves)))
     for name, runs in curves.items():
         if len({tuple(run["step"]) for run in runs}) > 1:
-            rule = f"The runs of an arm must be looked at after the same steps; those of {name} are not."
+            rule = f"The runs of an arm must be evaluated after the same steps; the runs of {name} are not."
             raise refused(rule, curves="does_not_fit")
         steps, rewards = np.array(runs[0]["step"]), np.array([run["reward"] for run in runs])
         look = style(0) | {"color": QUIET, "linestyle": "--"} if name == "full" else style(next(looks))

@@ -1,8 +1,8 @@
-"""What blocks, repairs and budgets by head do to a policy: `python -m research.evaluation.rules --out results`.
+"""How blocks, repairs and budgets by head change a policy: `python -m research.evaluation.rules --out results`.
 
-Traces of tiny-reasoner are decoded as they stand under each policy (`jkv.recall`). The figure is by how many nats a token is
-less likely than with the full cache; each variant is compared with the policy that it changes, paired by trace, and intervals
-are bootstrapped over traces. Budgets by head come from other traces.
+Given traces of tiny-reasoner are decoded under each policy (`jkv.recall`). The loss is the drop of a token's log-probability
+from the full cache, in nats. Each variant is compared with the policy that it changes, paired by trace, and intervals are
+bootstrapped over traces. Budgets by head come from the losses on other traces.
 """
 
 import argparse
@@ -27,7 +27,7 @@ BY_BLOCKS, REPAIRED, BY_HEAD = ("random", "cur", "key_diff"), ("cur", "snap_kv",
 
 
 def variants(model: Model, calibration: Sequence[Text], budget: int) -> dict[tuple[str, str | None], jkv.Policy]:
-    """Each policy by its name and, of a variant, the name of what it changes."""
+    """Each policy, by its name and, for a variant, the name of the policy that it changes."""
     found: dict[tuple[str, str | None], jkv.Policy] = {}
     for name in NAMES:
         found[name, None] = plain = jkv.policies.make(name, {"budget": budget} | PROTECTED)
@@ -77,7 +77,7 @@ def table(record: dict[str, Any]) -> str:
     what = (
         f"{record['texts']} traces of {record['model']}, {record['budget']} slots ({SHARE:.0%} of the mean length), "
         f"compacted every {INTERVAL} tokens; {PROTECTED['sinks']} sinks and {PROTECTED['recent']} recent tokens stay. Budgets "
-        f"by head are those of {record['calibration']} other traces."
+        f"by head come from {record['calibration']} other traces."
     )
     slots = [f"`{line['name']}`: {line['slots']}, slots of each layer's heads." for line in record["lines"] if "slots" in line]
     return "\n\n".join([what, markdown(head, rows), *slots, footnote(record)])

@@ -101,15 +101,15 @@ def test_budgets_of_known_losses():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: jkv.head_losses(tiny_model(), [], jkv.snap_kv(16)), "need texts"),
-        (lambda: jkv.head_losses(tiny_model(), [([1], [])], jkv.snap_kv(16)), "need texts"),
+        (lambda: jkv.head_losses(tiny_model(), [], jkv.snap_kv(16)), "needs texts"),
+        (lambda: jkv.head_losses(tiny_model(), [([1], [])], jkv.snap_kv(16)), "needs texts"),
         (lambda: jkv.head_losses(tiny_model(), TEXTS, "r_kv"), "policy"),
         (lambda: jkv.head_losses(tiny_model(), TEXTS, jkv.full()), "full evicts none"),
-        (lambda: jkv.head_losses(tiny_model(), TEXTS, jkv.quest(16)), "quest evicts none, or reads pages"),
+        (lambda: jkv.head_losses(tiny_model(), TEXTS, jkv.quest(16)), "quest evicts none, or also selects"),
         (lambda: jkv.head_losses(tiny_model(), TEXTS, jkv.reason_cache()), "reason_cache evicts none"),
         (
             lambda: jkv.head_losses(tiny_model(), TEXTS, jkv.snap_kv(500)),
-            "snap_kv dropped nothing of texts, of at most 58 tokens",
+            "snap_kv evicted nothing from texts, which have at most 58 tokens",
         ),
         (lambda: jkv.head_budgets([1.0, 2.0], 50), r"losses must be finite numbers, \[L, K\]"),
         (lambda: jkv.head_budgets([[1.0, np.nan]], 50), "losses must be finite"),

@@ -46,5 +46,5 @@ def test_two_processes_of_two_devices_do_what_one_device_does(tmp_path):
     for process, (other_requests, *other_mesh) in enumerate(refused):
         assert f"another process has others than process {process}" in other_requests
         assert (
-            f"must belong to this process, number {process}, or to all of the 2; got those of [{1 - process}]" in other_mesh[0]
+            f"must belong to this process, number {process}, or to all of the 2; got processes [{1 - process}]" in other_mesh[0]
         )

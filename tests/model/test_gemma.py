@@ -176,7 +176,7 @@ def test_a_computation_that_does_not_know_them_is_refused():
     token = jnp.zeros((1, 4), jnp.int32)
     config = dataclasses.replace(SHARING, window=0, window_layers=())
     params = tiny_model(config=config).params
-    with pytest.raises(ValueError, match="the last 2 of this one share those of earlier layers"):
+    with pytest.raises(ValueError, match="the last 2 of this one reuse an earlier layer's"):
         decoder.forward(params, token, token, packed_attention, jnp.ones((1, 4, 4), bool))
 
 

@@ -105,7 +105,7 @@ def test_a_run_is_replayed(around):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"around": jkv.full()}, "twin_kv takes the score .*full has none"),
+        ({"around": jkv.full()}, "twin_kv needs a policy with a score .*full has none"),
         ({"around": "nothing"}, "around must be one of"),
         ({"around": jkv.ada_kv(64)}, "ada_kv has scope 'compete'. Use 'head'"),
         ({"similarity": 1.5}, "similarity must lie in"),

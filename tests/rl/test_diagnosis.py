@@ -29,7 +29,7 @@ def early(values):
 
 MISTAKES = {
     "none": (lambda model, out: out.logprobs, (SAMPLED, ""), r"within 0.0e\+00 nats"),
-    "a replay": (replayed, (REPLAYED, ""), "are those of the replay of the compressed cache"),
+    "a replay": (replayed, (REPLAYED, ""), "match the replay of the compressed cache"),
     "no evictions": (lambda model, out: jkv.score(model, out).logprobs, (FULL, ""), r"make_batch\(..., replay=True\)"),
     "no temperature": (
         lambda model, out: jkv.score(model, out, trace=out.trace, sampling=jkv.Sampling()).logprobs,
@@ -132,7 +132,7 @@ def test_a_command_asks_a_function(tmp_path, capsys):
     out = capsys.readouterr().out
     assert status == {"right": 0, "dense": 1}
     assert "within" in out.splitlines()[0]
-    assert "are those of the full cache" in out
+    assert "match the full cache" in out
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """A server on a real socket, for all tests of this folder."""
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -86,6 +88,30 @@ class Running:
             assert time.monotonic() < end, "a request goes on"
             time.sleep(0.02)
         assert held == 0
+
+
+@contextlib.contextmanager
+def trainers_server(engine, root):
+    """A server with a trainer's endpoints, which read folders of `root`."""
+    from jkv.serving.trainer import TrainerOptions, add_routes
+
+    one = Running(engine, max_waiting=12)
+    add_routes(one.app, TrainerOptions(root))
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def pool():
+    """Four threads for requests at the same time."""
+    with concurrent.futures.ThreadPoolExecutor(4) as one:
+        yield one
+
+
+@pytest.fixture(scope="session")
+def prompt(chat_model):
+    """Token ids of a problem of tiny-reasoner."""
+    return chat_model.tokenizer.encode("b=3;c=7;d=b*c;e=d+b;?e")
 
 
 def post_completion(server, body, seconds=60):

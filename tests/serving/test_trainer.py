@@ -14,7 +14,7 @@ import pytest
 
 import jkv
 from jkv.checkpoints import loading as checkpoint
-from tests.serving.conftest import SETTINGS, Running, make_engine
+from tests.serving.conftest import SETTINGS, Running, make_engine, trainers_server
 
 pytest.importorskip("uvicorn")
 
@@ -38,15 +38,7 @@ def root(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(chat_model, root):
     """A server with a trainer's endpoints; its weights change from test to test."""
-    one = Running(make_engine(chat_model), max_waiting=12)
-    add_routes(one.app, TrainerOptions(root))
-    yield one
-    one.close()
-
-
-@pytest.fixture
-def pool():
-    with concurrent.futures.ThreadPoolExecutor(4) as one:
+    with trainers_server(make_engine(chat_model), root) as one:
         yield one
 
 
@@ -57,11 +49,6 @@ def trained(server, pool):
     server.service.resume().result()
     server.wait_until_idle()
     assert server.app.state.server.num_open == 0
-
-
-@pytest.fixture(scope="module")
-def prompt(chat_model):
-    return chat_model.tokenizer.encode("b=3;c=7;d=b*c;e=d+b;?e")
 
 
 def post(server, path, body=None, **others):

@@ -1,6 +1,5 @@
 """Adapters that a trainer loads into a running server: the tokens are those of the adapter, and refused ones change nothing."""
 
-import concurrent.futures
 import json
 import pickle
 
@@ -10,7 +9,7 @@ from safetensors.numpy import save_file
 
 import jkv
 from jkv.engine.clocks import COMPILING
-from tests.serving.conftest import SETTINGS, Running
+from tests.serving.conftest import SETTINGS, Running, trainers_server
 from tests.serving.test_trainer import GREEDY, generated, get, post, until_running
 
 pytest.importorskip("uvicorn")
@@ -49,10 +48,9 @@ def root(tmp_path_factory, chat_model):
 @pytest.fixture(scope="module")
 def server(chat_model, root):
     sizes = {"max_running": 4, "max_slots": 1024, "page_size": 16, "chunk": 8, "max_adapters": 2, "adapter_rank": 4}
-    one = Running(jkv.Engine(chat_model, policies=[jkv.r_kv(**SETTINGS)], max_stop_ids=8, **sizes), max_waiting=12)
-    add_routes(one.app, TrainerOptions(root))
-    yield one
-    one.close()
+    engine = jkv.Engine(chat_model, policies=[jkv.r_kv(**SETTINGS)], max_stop_ids=8, **sizes)
+    with trainers_server(engine, root) as one:
+        yield one
 
 
 @pytest.fixture
@@ -63,17 +61,6 @@ def trained(server):
     server.wait_until_idle()
     for name in server.engine.adapters:
         assert post(server, "/unload_lora_adapter", {"lora_name": name}).status_code == 200
-
-
-@pytest.fixture
-def pool():
-    with concurrent.futures.ThreadPoolExecutor(4) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def prompt(chat_model):
-    return chat_model.tokenizer.encode("b=3;c=7;d=b*c;e=d+b;?e")
 
 
 def load(server, name, path, start="/v1", **fields):

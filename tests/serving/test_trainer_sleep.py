@@ -11,12 +11,8 @@ import pytest
 import jkv
 from jkv.checkpoints import loading as checkpoint
 from jkv.engine.clocks import COMPILING
-from tests.serving.conftest import SETTINGS, Running
+from tests.serving.conftest import SETTINGS, trainers_server
 from tests.serving.test_trainer import GREEDY, changed, generated, get, post, until_running
-
-pytest.importorskip("uvicorn")
-
-from jkv.serving.trainer import TrainerOptions, add_routes
 
 httpx = pytest.importorskip("httpx")
 
@@ -40,10 +36,8 @@ def root(tmp_path_factory, chat_model):
 def server(chat_model, root):
     sizes = {"max_running": 4, "max_slots": 1024, "page_size": 16, "chunk": 8, "prefix_cache": True}
     engine = jkv.Engine(own_copy(chat_model), policies=[jkv.r_kv(**SETTINGS)], max_stop_ids=8, **sizes)
-    one = Running(engine, max_waiting=12)
-    add_routes(one.app, TrainerOptions(root))
-    yield one
-    one.close()
+    with trainers_server(engine, root) as one:
+        yield one
 
 
 @pytest.fixture
@@ -56,17 +50,6 @@ def slept(server):
     server.service.resume().result()
     post(server, "/reset_prefix_cache")
     server.wait_until_idle()
-
-
-@pytest.fixture
-def pool():
-    with concurrent.futures.ThreadPoolExecutor(4) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def prompt(chat_model):
-    return chat_model.tokenizer.encode("b=3;c=7;d=b*c;e=d+b;?e")
 
 
 def live_bytes():

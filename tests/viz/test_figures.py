@@ -167,7 +167,7 @@ def test_learning_draws_the_mean_of_each_arms_runs_and_their_span():
     spans = [band.get_paths()[0].get_extents().extents[[1, 3]].tolist() for band in axes.collections]
     assert spans == [[0.1, 0.7], [0.1, 0.4]]
     assert set(texts(axes)) == set(runs)
-    with pytest.raises(ValueError, match="those of r_kv are not"):
+    with pytest.raises(ValueError, match="the runs of r_kv are not"):
         jkv.viz.learning({"r_kv": [runs["r_kv"][0], {"step": [0], "reward": [0.1]}]})
     with pytest.raises(ValueError, match="at least one run"):
         jkv.viz.learning({})

@@ -81,7 +81,7 @@ def narrowed(out):
     ("change", "sample", "words"),
     [
         (lambda out: dataclasses.replace(out, trace=None), 0, "Call generate with return_trace=True"),
-        (lambda out: dataclasses.replace(out, prompts=out.prompts[::-1]), 1, "the same prompts; those of sample 1 differ"),
+        (lambda out: dataclasses.replace(out, prompts=out.prompts[::-1]), 1, "the prompts of sample 1 differ"),
         (lambda out: dataclasses.replace(out, lengths=out.lengths[:1]), None, "same number of samples; got 2 and 1"),
         (narrowed, 0, r"same layers and KV heads; got \(2, 2\) and \(2, 1\)"),
     ],

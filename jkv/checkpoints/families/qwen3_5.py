@@ -1,6 +1,6 @@
 """Qwen3.5 and Qwen3.6, dense (2026): three of four layers have a recurrent state, every fourth has gated full attention.
 
-The layers with a state are those of `jkv.model.delta_net`. Attention rotates a quarter of a head's channels, and its output is
+The layers with a state are in `jkv.model.delta_net`. Attention rotates a quarter of a head's channels, and its output is
 multiplied by a sigmoid. Checkpoints of the makers are multimodal; of these the text model is read. Text has the same three
 positions for all sections of their RoPE (`mrope_section`), which is then plain.
 """

@@ -10,9 +10,9 @@ from jkv.model.params import Params
 
 
 class Adapters(StepPart):
-    """The adapters of an engine, and the place of each row's. It is on as soon as an engine has had one, for all rows.
+    """The adapters of an engine, and the place of each row's adapter. It is on for all rows once an engine has had an adapter.
 
-    Not as soon as a row has one, or the numbers of the other rows could change with their neighbours.
+    If it were on only while a row has an adapter, the numbers of other rows could change with their neighbours.
     """
 
     sees_prompts = True

@@ -50,7 +50,7 @@ class JkvRollout(base_rollout.BaseRollout):
         the role a mesh of the same devices with a longer "tp". None splits heads over the devices of the weights.
       rollout_config: the configuration of training. A call may pass another; a larger one rebuilds the engine.
       policy: the eviction policy; None means the full cache.
-      live: whether each call reads the actor's weights directly. With False, the weights are those of `update_params`. None
+      live: whether each call reads the actor's weights directly. With False, the weights come from `update_params`. None
         means live if the actor is on the devices of the mesh.
       lora_alpha: the alpha of the actor's adapters; None reads it from the rules of qwix.
       sleeps: whether the pool is freed between calls to make room for the trainer. References to live weights are dropped too,
@@ -112,7 +112,7 @@ class JkvRollout(base_rollout.BaseRollout):
         self._actor = rollout_actor if (is_there if live is None else live) else None
         self._leaves = leaves if self._actor is None else None  # the last synchronised weights
         self._known = references(leaves)  # the weights of the engine's version
-        self._versions = [0]  # by those of the engine, in which weights that were forgotten and came back are new ones
+        self._versions = [0]  # by the engine's version, which also counts weights that were forgotten and came back
         self._dtype = self._check_dtype(next(iter(leaves.values())).dtype)
         self._rollout: Rollout | None = None
         self._has_warned = False
@@ -161,7 +161,7 @@ class JkvRollout(base_rollout.BaseRollout):
         config: base_rollout.RolloutConfig,
         stop_ids: Sequence[int],
     ) -> Rollouts:
-        """The samples of groups of equal prompts; those of other threads run in the same batch."""
+        """The samples of groups of equal prompts; samples of other threads run in the same batch."""
         sampling, session = sampling_of(config), rollout.session()
         seen: collections.Counter[bytes] = collections.Counter()
         try:
@@ -252,7 +252,7 @@ class JkvRollout(base_rollout.BaseRollout):
         return leaves_of(self._actor) if self._leaves is None else self._leaves
 
     def _params(self) -> Params:
-        """The current weights on the devices of the rollouts: those of the engine, if it holds them."""
+        """The current weights on the devices of the rollouts: the engine's, if it holds them."""
         leaves, rollout = self._current(), self._rollout
         return rollout.model.params if rollout is not None and self._holds(rollout, leaves) else self._place(leaves)
 
@@ -266,7 +266,7 @@ class JkvRollout(base_rollout.BaseRollout):
         return jax.device_put(params, jax.sharding.SingleDeviceSharding(self._devices.devices.item()))
 
     def _is_known(self, leaves: Leaves) -> bool:
-        """Whether these are the same array objects as those of the engine's version."""
+        """Whether these are the same array objects as in the engine's version."""
         return bool(self._known) and all(leaf is self._known[path]() for path, leaf in leaves.items())
 
     def _holds(self, rollout: Rollout, leaves: Leaves) -> bool:
