@@ -120,7 +120,7 @@ class Server:
         """`/v1/responses`. Without `store`, a response is stored as OpenAI does it, where it can be."""
         request.state.names = responses_api.NAMES
         asked = responses_api.read(await self.read_body(request))
-        fields = self.fields_of(ChatFields, asked.chat, request, responses_api.NAMES)
+        fields = self.fields_of(ChatFields, asked.chat, request, responses_api.NAMES, asked.unread)
         may_store = asked.stores is None and self.options.max_conversations > 0 and not fields.stop_strings
         if (last := self.last_of(fields)) is not None:
             responses_api.check_instructions(asked, last.messages)

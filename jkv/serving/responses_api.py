@@ -20,8 +20,9 @@ from jkv.reasoning.token_bytes import PartReader
 from jkv.serving.answer_parts import AnswerParts, Change, Part, changes_of
 from jkv.serving.errors import without_folders
 from jkv.serving.jobs import Job
-from jkv.serving.messages import MOST_TOOLS, part_text
+from jkv.serving.messages import part_text
 from jkv.serving.requests import ChatFields, check_neutral
+from jkv.serving.response_tools import HOSTED, Named, call_events, call_in_chat, call_item, choice_in_chat, read_tools
 from jkv.serving.responses import Head, Likely, chat_log_probs, drawn_of, num_thought, usage_of
 from jkv.serving.streaming import likely_in, typed_sse
 
@@ -38,7 +39,6 @@ NAMES = {  # of a chat's fields, for clients of this API
     "tokens": "input",
     "tool_calls": "input",
 }
-HOSTED = "this server hosts no tools"
 REFUSED: dict[str, tuple[Any, str]] = {  # the value that changes nothing, and why others are refused
     "background": (False, "a response is written while its client waits"),
     "conversation": (None, "conversations go on by previous_response_id"),
@@ -56,7 +56,7 @@ OWN = ("include", "input", "instructions", "max_output_tokens", "metadata", "pro
 LOG_PROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 MOST_ITEMS = 100_000  # of an input
 MOST_METADATA, LONGEST_KEY, LONGEST_VALUE = 16, 64, 512  # as OpenAI has it
-FUNCTION = ("name", "description", "parameters", "strict")  # fields of a function
+CALLS, OUTPUTS = ("function_call", "custom_tool_call"), ("function_call_output", "custom_tool_call_output")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,11 +67,15 @@ class Asked:
       chat: the body of the chat that it means.
       body: as it came; the response repeats parts of it.
       stores: whether the response is to be stored: None is as OpenAI has it, if the server can.
+      named: the tools whose name or kind differs in the chat, by their name there.
+      unread: what of the body is left out.
     """
 
     chat: dict[str, Any]
     body: Mapping[str, Any]
     stores: bool | None
+    named: Mapping[str, Named]
+    unread: Sequence[str]
 
     @property
     def instructions(self) -> str | None:
@@ -99,17 +103,20 @@ def read(body: Mapping[str, Any]) -> Asked:
     reasoning = typed("reasoning", body.get("reasoning"), dict | None) or {}
     typed("reasoning.effort", reasoning.get("effort"), str | None)
     stores = typed("store", body.get("store"), bool | None)
+    tools = None if body.get("tools") is None else read_tools(body["tools"])
+    named = {} if tools is None else tools.named
     chat = {
         **given,
         "messages": messages,
         "max_completion_tokens": body.get("max_output_tokens"),
-        "tools": tools_of(body.get("tools")),
-        "tool_choice": tool_choice_of(body.get("tool_choice")),
+        "tools": None if tools is None else tools.functions,
+        "tool_choice": choice_in_chat(body.get("tool_choice")),
         "response_format": response_format_of(body.get("text")),
         "logprobs": has_log_probs(body.get("include")),
         "store": stores,
     }
-    return Asked({name: value for name, value in chat.items() if value is not None}, body, stores)
+    chat = {name: value for name, value in chat.items() if value is not None}
+    return Asked(chat, body, stores, named, [] if tools is None else tools.ignored)
 
 
 def has_log_probs(include: Any) -> bool:
@@ -139,34 +146,6 @@ def response_format_of(text: Any) -> dict[str, Any] | None:
     if form.get("type") != "json_schema":
         return form
     return {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
-
-
-def tool_choice_of(choice: Any) -> Any:
-    """A choice of tools as a chat has it.
-
-    >>> tool_choice_of({"type": "function", "name": "f"}), tool_choice_of("auto")
-    ({'type': 'function', 'function': {'name': 'f'}}, 'auto')
-    """
-    if isinstance(choice, Mapping) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    return choice
-
-
-def tools_of(tools: Any) -> list[Any] | None:
-    """Functions as a chat has them.
-
-    Raises:
-      InputError: a tool that is no function, such as a search.
-    """
-    if tools is None:
-        return None
-    check_length("tools", tools, MOST_TOOLS, "tools")
-    for tool in tools:
-        kind = tool.get("type") if isinstance(tool, Mapping) else tool
-        if kind != "function":
-            rule = '{field} must be functions, {{"type": "function", "name": ...}}, as {why}; got {got}. Leave out others.'
-            raise InputError(rule, field="tools", code="unsupported", why=HOSTED, got=shown(kind))
-    return [{"type": "function", "function": {name: tool[name] for name in FUNCTION if tool.get(name)}} for tool in tools]
 
 
 def check_metadata(metadata: Any) -> None:
@@ -200,7 +179,7 @@ def messages_of(given: Any) -> list[dict[str, Any]]:
     reply: dict[str, Any] | None = None  # the last message, as long as it may go on
     for item in given:
         kind = item.get("type", "message") if isinstance(item, Mapping) else item
-        part = reply_part(item, kind) if kind in ("reasoning", "function_call") or is_reply(item, kind) else None
+        part = reply_part(item, kind) if kind in ("reasoning", *CALLS) or is_reply(item, kind) else None
         if part is not None:
             if reply is None or not can_join(reply, part):
                 reply = {"role": "assistant", "content": ""}
@@ -208,17 +187,18 @@ def messages_of(given: Any) -> list[dict[str, Any]]:
             join(reply, part)
             continue
         reply = None
-        if kind == "function_call_output":
+        if kind in OUTPUTS:
             output = {"role": "tool", "tool_call_id": item.get("call_id"), "content": text_of(item.get("output"), "output")}
             messages.append({name: value for name, value in output.items() if value is not None})
         elif kind == "message":
             messages.append({"role": item.get("role"), "content": text_of(item.get("content"), "content")})
         else:
             rule = (
-                "{field} must be a text, or items that are messages, reasoning, function_call and function_call_output; got "
-                "{got}. Leave out others."
+                "{field} must be a text, or items that are messages, reasoning, calls ({calls}) and their outputs ({outputs}); "
+                "got {got}. Leave out others."
             )
-            raise InputError(rule, field="input", code="unsupported", got=shown(kind))
+            about = {"calls": ", ".join(CALLS), "outputs": ", ".join(OUTPUTS), "got": shown(kind)}
+            raise InputError(rule, field="input", code="unsupported", **about)
     return messages
 
 
@@ -232,9 +212,8 @@ def reply_part(item: Mapping[str, Any], kind: Any) -> dict[str, Any]:
     if kind == "reasoning":
         texts = [text_of(item.get(name), name) for name in ("content", "summary") if item.get(name)]
         return {"reasoning_content": texts[0] if texts else ""}
-    if kind == "function_call":
-        call = {"name": item.get("name"), "arguments": item.get("arguments")}
-        return {"tool_calls": [{"id": item.get("call_id"), "type": "function", "function": call}]}
+    if kind in CALLS:
+        return {"tool_calls": [call_in_chat(item)]}
     return {"content": text_of(item.get("content"), "content")}
 
 
@@ -320,7 +299,7 @@ class ResponseWriter:
                     new = log_probs.take() if change.part.kind == "text" and change.what != "begin" else []
                     texts.setdefault(change.part.index, []).extend(new)
                     status = status_of(reason) if change.part is parts.parts[-1] else "completed"
-                    for kind, more in changed(change, new, texts[change.part.index], status):
+                    for kind, more in changed(change, new, texts[change.part.index], status, self.asked.named):
                         yield event(kind, output_index=change.part.index, **more)
             result = await tickets[0]
             response = self.finished(job, result, parts, texts, reason)
@@ -334,7 +313,11 @@ class ResponseWriter:
     ) -> dict[str, Any]:
         """A finished response."""
         status, last = status_of(reason), parts.parts[-1]
-        output = [item(part, status if part is last else "completed", log_probs.get(part.index, [])) for part in parts.parts]
+        states = {last.index: status}  # all others are completed
+        output = [
+            item(part, states.get(part.index, "completed"), self.asked.named, log_probs.get(part.index, []))
+            for part in parts.parts
+        ]
         details = {"reason": "max_output_tokens" if reason == "length" else reason} if status == "incomplete" else None
         response = self.body(
             job,
@@ -441,8 +424,8 @@ def usage(model: Model, job: Job, result: Result) -> dict[str, Any]:
     }
 
 
-def item(part: Part, status: str, log_probs: Sequence[Any] = ()) -> dict[str, Any]:
-    """An output item."""
+def item(part: Part, status: str, named: Mapping[str, Named], log_probs: Sequence[Any] = ()) -> dict[str, Any]:
+    """An output item; `named` are the tools whose name or kind differs in the chat."""
     if part.kind == "reasoning":
         return {
             "id": f"rs_{part.id}",
@@ -452,8 +435,7 @@ def item(part: Part, status: str, log_probs: Sequence[Any] = ()) -> dict[str, An
             "status": status,
         }
     if part.kind == "call":
-        call = {"call_id": part.id, "name": part.name, "arguments": part.text}
-        return {"id": f"fc_{part.id}", "type": "function_call", **call, "status": status}
+        return call_item(part.id, part.name, part.text, status, named)
     has_begun = part.text or status != "in_progress"
     return {
         "id": f"msg_{part.id}",
@@ -471,32 +453,37 @@ def content(part: Part, log_probs: Sequence[Any] = ()) -> dict[str, Any]:
     return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": list(log_probs)}
 
 
-NAMES_OF_TEXTS = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}  # in events
+NAMES_OF_TEXTS = {"reasoning": "reasoning_text", "text": "output_text"}  # in events
 
 
-def changed(change: Change, new: Sequence[Any], all_of: Sequence[Any], status: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def changed(
+    change: Change, new: Sequence[Any], all_of: Sequence[Any], status: str, named: Mapping[str, Named]
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """The events of a change: their types, and their fields.
 
     Args:
       change: of a part.
       new, all_of: log-probabilities of the change's tokens, and of the part's, if it is a text.
       status: of the item, if it ends.
+      named: the tools whose name or kind differs in the chat, by their name there.
     """
     what, part, text = change
-    is_call, name = part.kind == "call", NAMES_OF_TEXTS[part.kind]
-    own = item(part, status, all_of)
-    place = {"item_id": own["id"], **({} if is_call else {"content_index": 0})}
+    if what == "more" and part.name in named and named[part.name].is_custom:
+        return  # its text comes whole, at its end
+    own = item(part, status, named, all_of)
+    place = {"item_id": own["id"], "content_index": 0}
     likely = {"logprobs": list(new if what == "more" else all_of)} if part.kind == "text" else {}
     if what == "begin":
         begun = dataclasses.replace(part, text="")
-        yield "output_item.added", {"item": item(begun, "in_progress")}
-        if not is_call:
+        yield "output_item.added", {"item": item(begun, "in_progress", named)}
+        if part.kind != "call":
             yield "content_part.added", {**place, "part": content(begun)}
+    elif part.kind == "call":
+        yield from call_events(what, text, own)
     elif what == "more":
-        yield f"{name}.delta", {**place, "delta": text, **likely}
+        yield f"{NAMES_OF_TEXTS[part.kind]}.delta", {**place, "delta": text, **likely}
     else:
-        final = {"arguments": part.text, "name": part.name} if is_call else {"text": part.text}
-        yield f"{name}.done", {**place, **final, **likely}
-        if not is_call:
-            yield "content_part.done", {**place, "part": content(part, all_of)}
+        yield f"{NAMES_OF_TEXTS[part.kind]}.done", {**place, "text": part.text, **likely}
+        yield "content_part.done", {**place, "part": content(part, all_of)}
+    if what == "end":
         yield "output_item.done", {"item": own}

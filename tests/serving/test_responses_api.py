@@ -87,6 +87,52 @@ def events_of(client, body):
     return found
 
 
+def test_the_functions_of_a_group_are_called_by_its_name_and_their_own(client, jobs, scripted):
+    scripted.text = TEXT.replace('"name": "weather"', '"name": "sky__weather"')
+    tools = [{"type": "namespace", "name": "sky", "description": "Of the sky.", "tools": [FUNCTION]}, {"type": "web_search"}]
+    reply = client.responses.with_raw_response.create(**ASKED | {"tools": tools})
+    assert reply.headers["x-jkv-ignored"] == "tools.web_search"
+    call = next(one for one in reply.parse().output if one.type == "function_call")
+    assert (call.namespace, call.name, call.arguments) == ("sky", "weather", ARGUMENTS)
+    events = events_of(client, ASKED | {"tools": tools})
+    begun, done = (events[i]["item"] for i in places(events, "function_call"))
+    assert begun["namespace"] == done["namespace"] == "sky"
+    assert plain(done) == plain(call.model_dump(exclude_none=True))
+    outcome = {"type": "function_call_output", "call_id": call.call_id, "output": "Rain"}
+    client.responses.create(**ASKED | {"tools": tools, "input": [call.model_dump(exclude_none=True), outcome]})
+    prompt = scripted.engine.model.tokenizer.decode(jobs[-1].prompts[0])
+    assert prompt.count('"name": "sky__weather"') == 2  # among the tools, and called
+    with pytest.raises(openai.BadRequestError, match="sea__weather"):
+        client.responses.create(**ASKED, tool_choice={"type": "function", "namespace": "sea", "name": "weather"})
+
+
+def test_a_custom_tool_is_called_with_a_text(client, jobs, scripted):
+    patch = '*** Begin\n+ "a"\n'
+    call = json.dumps({"name": "patch", "arguments": {"input": patch}})
+    scripted.text = TEXT.replace(CALL, f"<tool_call>\n{call}\n</tool_call>")
+    form = {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"}
+    asked = ASKED | {"tools": [{"type": "custom", "name": "patch", "description": "Edits.", "format": form}]}
+    reply = client.responses.with_raw_response.create(**asked)
+    assert reply.headers["x-jkv-ignored"] == "tools.format"
+    call = next(one for one in reply.parse().output if one.type == "custom_tool_call")
+    assert (call.name, call.input) == ("patch", patch)
+    events = events_of(client, asked)
+    first, last = places(events, "custom_tool_call")
+    kinds = [event["type"].removeprefix("response.") for event in events[first : last + 1]]
+    assert kinds == ["output_item.added", "custom_tool_call_input.delta", "custom_tool_call_input.done", "output_item.done"]
+    assert (events[first]["item"]["input"], events[first + 1]["delta"], events[last]["item"]["input"]) == ("", patch, patch)
+    outcome = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "Done"}
+    client.responses.create(**asked | {"input": [call.model_dump(exclude_none=True), outcome]})
+    prompt = scripted.engine.model.tokenizer.decode(jobs[-1].prompts[0])
+    assert json.dumps({"input": patch}) in prompt
+    assert "start: /.+/" in prompt
+
+
+def places(events, kind):
+    """Where an item of a kind begins and ends among events."""
+    return [i for i, event in enumerate(events) if event.get("item", {}).get("type") == kind]
+
+
 def test_a_response_that_is_cut_is_incomplete(client, scripted):
     scripted.text = "<think>Hm.</think>" + "word " * 20
     out = client.responses.create(**ASKED | {"max_output_tokens": 40})
@@ -266,7 +312,13 @@ BAD = [
     ({"instructions": [OF_USER]}, "instructions must be"),
     ({"tools": [{"type": "web_search"}]}, "'web_search'"),
     ({"tools": [{"type": "file_search", "vector_store_ids": []}]}, "'file_search'"),
-    ({"tools": [{"type": "custom", "name": "a"}]}, "'custom'"),
+    ({"tools": [{"type": "custom"}]}, "tools.name must be a text"),
+    ({"tools": [{"type": "custom", "name": "a", "format": 7}]}, "tools.format must be"),
+    ({"tools": [{"type": "namespace", "tools": [FUNCTION]}]}, "tools.name must be a text"),
+    ({"tools": [{"type": "namespace", "name": "sky"}]}, "tools.tools must be a list"),
+    ({"tools": [{"type": "namespace", "name": "sky", "tools": [{"type": "web_search"}]}]}, "'web_search'"),
+    ({"tools": [{"type": "namespace", "name": "sky", "tools": [7]}]}, "got 7"),
+    ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "namespace": 7, "arguments": "{}"}]}, "input.namespace"),
     ({"tools": [7]}, "got 7"),
     ({"tools": 7}, "tools must be a list"),
     ({"tools": [{"type": "function"}]}, "must be functions"),
