@@ -72,9 +72,9 @@ def test_rows_are_those_of_each_by_itself_and_replay_gives_their_log_probabiliti
     prompts = [prompt, prompt[:3], prompt[5:16]]
     out = run(model, prompts, name, max_running=2)
     difference = apart(model, out)
-    assert np.percentile(difference, 95) <= 1e-5  # of so few tokens, the 99th is the largest
     # Of Qwen3.5 with experts, weights changed by 1e-7 of themselves move one token by 2e-4.
     is_unsteady = model.config.delta_net is not None and model.config.num_experts > 0
+    assert np.percentile(difference, 95) <= (2e-5 if is_unsteady else 1e-5)  # of so few tokens, the 99th is the largest
     assert difference.max() <= (3e-4 if is_unsteady else 1e-4)
     alone = run(model, prompts[:1], name, max_running=2)
     np.testing.assert_array_equal(out.tokens[0], alone.tokens[0])
