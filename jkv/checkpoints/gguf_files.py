@@ -349,16 +349,23 @@ def block_of(kind: int, where: str) -> tuple[int, int]:
     return weights, size
 
 
+def type_of(header: GgufHeader, name: str) -> Any:
+    """The type of a tensor, a `gguf.GGMLQuantizationType`, if it can be dequantised."""
+    kind = header.tensors[name].kind
+    block_of(kind, f"{header.file}: {name}")
+    return find_gguf().GGMLQuantizationType(kind)
+
+
 def stored_dtype(header: GgufHeader) -> str:
     """The dtype of the weights as safetensors names it; that of quantised weights is BF16."""
-    kind = find_gguf().GGMLQuantizationType(header.tensors[NAMES["embedding"]].kind).name
+    kind = kind_of(header, NAMES["embedding"])
     return kind if kind in ("F32", "F16") else "BF16"
 
 
 def read_tensor(header: GgufHeader, name: str) -> np.ndarray:
     """A tensor in float32, dequantised in chunks of rows."""
     gguf, tensor = find_gguf(), header.tensors[name]
-    kind, width = gguf.GGMLQuantizationType(tensor.kind), tensor.shape[-1]
+    kind, width = type_of(header, name), tensor.shape[-1]
     values = np.empty((math.prod(tensor.shape) // width, width), np.float32)
     first = 0
     for rows in read_rows(header, name):
@@ -416,7 +423,7 @@ def why_not_blocks(header: GgufHeader, name: str) -> str | None:
 
 def kind_of(header: GgufHeader, name: str) -> str:
     """The type of a tensor, by its name in llama.cpp."""
-    return str(find_gguf().GGMLQuantizationType(header.tensors[name].kind).name)
+    return str(type_of(header, name).name)
 
 
 def read_blocks(header: GgufHeader, name: str, config: ModelConfig) -> np.ndarray:

@@ -4,8 +4,8 @@ A runner says which programs a fresh request calls (`jkv.engine.runner.Runner.ca
 compaction of its policy, and chunks of decode steps with its kinds of draws and parts beside those of the rows that run; on one
 device also the programs that fork a prompt's row to its samples, keep a row for the next turn, or share pages of the prefix
 cache. Chunks of other sizes are replaced by shorter ones until they are compiled. Programs that swap rows on one device compile
-from the start on, and no request waits for them. The rest compiles at its first call, and all rows wait: sharing, and
-compactions that compare sentences.
+after those of the first request, and no request waits for them. The rest compiles at its first call, and all rows wait:
+sharing, and compactions that compare sentences.
 """
 
 import logging
@@ -31,7 +31,8 @@ class Foreseen:
     """Says whether the programs of requests are compiled; until `begin`, all compile at their call, and nothing waits.
 
     Args:
-      calls: the calls of a fresh sample's programs, whatever their arguments hold, and whether others fork from its prompt.
+      calls: of a fresh sample's programs, whatever their arguments hold, by the sample and whether others fork from its prompt.
+      later: calls that no request waits for.
       kinds: the kind of draws and the parts of a chunk in which a fresh sample decodes.
 
     Attributes:
@@ -40,10 +41,13 @@ class Foreseen:
     """
 
     def __init__(
-        self, calls: Callable[[Sample, bool], Iterable[Call]], kinds: Callable[[Sample], tuple[str, set[str]]]
+        self,
+        calls: Callable[[Sample, bool], Iterable[Call]],
+        later: Callable[[], Iterable[Call]],
+        kinds: Callable[[Sample], tuple[str, set[str]]],
     ) -> None:
         self._apart: Apart | None = None
-        self._calls, self._kinds, self.is_on = calls, kinds, False
+        self._calls, self._later, self._kinds, self.is_on, self._has_begun = calls, later, kinds, False, False
         self.lower()
 
     def begin(self, programs: Any, notify: Callable[[], None]) -> Apart:
@@ -51,7 +55,7 @@ class Foreseen:
 
         Returns what stands for the programs meanwhile.
         """
-        self._apart, self.is_on = Apart(programs, notify), True
+        self._apart, self.is_on, self._has_begun = Apart(programs, notify), True, False
         return self._apart
 
     def end(self) -> None:
@@ -84,7 +88,10 @@ class Foreseen:
         Raises:
           BaseException: what one of them has failed with; the next request tries again.
         """
-        if self._apart is None or not self.is_on:
+        if self._apart is None:
+            return True
+        if not self.is_on:
+            self._begin_later()
             return True
         try:
             calls, (draws, names) = list(self._calls(sample, is_forked)), self._kinds(sample)
@@ -93,13 +100,14 @@ class Foreseen:
             return True
         if not self._apart.are_ready(calls):
             return False
+        self._begin_later()
         self.draws, self.names = draws, names
         return True
 
-    def prepare(self, calls: Iterable[Call]) -> None:
-        """Lets programs be compiled that no request waits for."""
-        if self._apart is not None:
-            for call in calls:
+    def _begin_later(self) -> None:
+        if self._apart is not None and not self._has_begun:
+            self._has_begun = True
+            for call in self._later():
                 self._apart.begin(*call)
 
     def steps_for(self, call: Callable[[int], Call], num_steps: int) -> int:

@@ -196,7 +196,7 @@ class Runner:
         self.ahead = self.platform != "cpu" if ahead is None else ahead
         self.draws = DRAWS[0]  # the most general kind so far, until `lower`, because another kind compiles again
         self.parts_on: set[str] = set()  # the names of parts that a request has needed; stay for the same reason
-        self.foreseen = Foreseen(self.calls_of, lambda sample: self._kinds_for(self._rows_with(sample)))
+        self.foreseen = Foreseen(self.calls_of, self._later_calls, lambda sample: self._kinds_for(self._rows_with(sample)))
         keep_programs()
         config, max_pages = model.config, num_pages_of(max_slots, capacity.page_size)
         sizes: dict[str, Any] = {
@@ -317,8 +317,6 @@ class Runner:
         """
         if not spans(self.mesh):
             self._use(self.foreseen.begin(self.programs, notify))
-        if self.mesh is None and self.state is not None:
-            self.foreseen.prepare(swaps_of(self._programs, self.state, self._snapshot))
 
     def compile_here(self) -> None:
         """Ends `compile_apart`."""
@@ -373,14 +371,19 @@ class Runner:
                 yield self._compact_call(request, 0, np.zeros(self.capacity.num_layers), None, self.all_alive)
         if self.mesh is None:
             yield from moves_of(request, self.state, self._snapshot, self._pad_rows([0]), is_forked)
-            if self.prefix_cache.piece and not request.num_kept and can_reuse(policy):
-                yield from piece_moves(self.state, self._snapshot, self.prefix_cache.piece // self.capacity.page_size)
         rows = self._rows_with(sample)
         draws, names = self._kinds_for(rows)
         settings, carried = self._settings_for(rows, names)
         inputs = for_chunk(settings, rows)._replace(is_alive=self.all_alive)
         for num_steps in dict.fromkeys((1 if request.form_on_host else self.capacity.chunk, 1)):
             yield self._decode_call(inputs, carried, num_steps, draws)
+
+    def _later_calls(self) -> Iterator[Call]:
+        """The calls that hold, adopt and drop pieces of prompts, and swap rows."""
+        if self.mesh is None and self.state is not None:
+            if self.prefix_cache.piece:
+                yield from piece_moves(self.state, self._snapshot, self.prefix_cache.piece // self.capacity.page_size)
+            yield from swaps_of(self._programs, self.state, self._snapshot)
 
     def _pieces_of(self, sample: Sample) -> Iterator[tuple[int, int | None]]:
         """The sizes of the programs that prefill a fresh sample's prompt, and the pages that they read."""

@@ -141,13 +141,13 @@ def two_turns(service: Service, asked: dict[str, Any]) -> None:
 def sizes(engine: Engine, policy: Policy, level: str) -> list[int]:
     """Decode steps of the chunks that requests make, each of which is a program.
 
-    A chunk passes no compaction that is due. Rows that no compaction stops make whole chunks, and shorter ones for a first
-    token and while prompts wait.
+    A chunk passes no compaction that is due. Rows that no compaction stops make whole chunks, shorter ones for a first token
+    and while prompts wait, and chunks of one step while longer ones are being compiled.
     """
     most = engine.options.chunk
     if level == "all" or policy.steps_until_due(0):
         return [size for size in CHUNKS if size <= most]
-    return sorted({most, min(most, STEPS), min(most, first_chunk(engine))}, reverse=True)
+    return sorted({most, min(most, STEPS), min(most, first_chunk(engine)), 1}, reverse=True)
 
 
 def first_chunk(engine: Engine) -> int:

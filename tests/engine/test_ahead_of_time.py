@@ -2,7 +2,6 @@
 
 import inspect
 import threading
-from concurrent.futures import wait
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ import pytest
 import jkv
 from jkv.engine import ahead_of_time
 from jkv.engine.clocks import COMPILING
+from tests.support.foreseen import compile_later
 from tests.support.simulator import ROW, make_engine
 
 R_KV = jkv.r_kv(budget=16, interval=8, window=4)
@@ -124,6 +124,8 @@ def test_what_a_prompt_needs_of_which_the_cache_has_some_is_foreseen(model, monk
     knobs = {"max_running": 2, "max_slots": 256, "page_size": 4, "policies": [R_KV], "prefix_cache": True, "prefix_piece": 8}
     prompt = [3, 7] * 65  # of two prefill programs, and of a smaller one where 120 tokens are found
     with jkv.Service(jkv.Engine(model, **knobs), compiles_apart=True) as service:
+        service.submit(PROMPT, **ASKED).result()
+        compile_later(service)
         called = watch(service, monkeypatch)
         first, again = (service.submit(prompt, **ASKED).result() for _ in range(2))
     assert [one.samples[0].cached_tokens for one in (first, again)] == [0, 120]
@@ -136,8 +138,8 @@ def test_what_a_prompt_needs_of_which_the_cache_has_some_is_foreseen(model, monk
 def test_swaps_are_foreseen_and_no_request_waits_for_them(model, monkeypatch):
     asked = ASKED | {"policy": jkv.full(), "max_new_tokens": 48}
     with jkv.Service(make_engine(model, 3, ROW), compiles_apart=True) as service:
-        apart = service.call(lambda engine: engine.runner.programs).result()
-        wait([*apart._coming.values()])
+        service.submit(PROMPT, **asked).result()
+        compile_later(service)
         called = watch(service, monkeypatch)
         outs = [ticket.result() for ticket in [service.submit(PROMPT, **asked) for _ in range(3)]]
         assert sum(out.samples[0].preemptions for out in outs)

@@ -11,9 +11,11 @@ import time
 import pytest
 
 import jkv
+from jkv.engine import ahead_of_time
 from jkv.engine.clocks import COMPILING
 from jkv.serving.warm_up import LEVELS, WarmUp, sizes
 from tests.serving.conftest import SETTINGS, Running, make_engine
+from tests.support.foreseen import compile_later
 
 httpx = pytest.importorskip("httpx")
 
@@ -39,19 +41,41 @@ def test_usual_requests_compile_nothing_after_the_warm_up(chat_model, policy, le
         WarmUp(service, policy, level).run()
         assert service.engine.stats.steps == 0  # it is not counted
         compiled = COMPILING.count
-        asked = {"policy": policy, "max_new_tokens": 70, "stop_ids": ()}
-        samplings = USUAL + PENALISED * (level == "all")
-        tickets = [service.submit([i] * 30, sampling=jkv.Sampling(**one), **asked) for i, one in enumerate(samplings)]
-        tickets += [service.submit([9] * 30, sampling=jkv.Sampling(temperature=0.2, top_p=0.9), model_logprobs=True, **asked)]
-        tickets += [service.submit([6] * 90, sampling=jkv.Sampling(temperature=1.0), **asked)]
-        if level == "all":
-            tickets += [service.submit([6] * 90, n=3, sampling=jkv.Sampling(temperature=1.0), **asked)]
-            first = service.submit([7] * 9, keep=True, **asked)
-            first.result()
-            tickets.append(first.extend([8] * 20, max_new_tokens=9, stop_ids=()))
-        for ticket in tickets:
-            ticket.result()
+        ask_usually(service, policy, level)
         assert COMPILING.count == compiled
+
+
+def ask_usually(service, policy, level):
+    """The requests that are warm after a level of the warm-up."""
+    asked = {"policy": policy, "max_new_tokens": 70, "stop_ids": ()}
+    samplings = USUAL + PENALISED * (level == "all")
+    tickets = [service.submit([i] * 30, sampling=jkv.Sampling(**one), **asked) for i, one in enumerate(samplings)]
+    tickets += [service.submit([9] * 30, sampling=jkv.Sampling(temperature=0.2, top_p=0.9), model_logprobs=True, **asked)]
+    tickets += [service.submit([6] * 90, sampling=jkv.Sampling(temperature=1.0), **asked)]
+    if level == "all":
+        tickets += [service.submit([6] * 90, n=3, sampling=jkv.Sampling(temperature=1.0), **asked)]
+        first = service.submit([7] * 9, keep=True, **asked)
+        first.result()
+        tickets.append(first.extend([8] * 20, max_new_tokens=9, stop_ids=()))
+    for ticket in tickets:
+        ticket.result()
+
+
+@pytest.mark.parametrize("level", ["most", "all"])
+@pytest.mark.parametrize("policy", [R_KV, jkv.full()], ids=str)
+def test_usual_requests_wait_for_no_program_after_the_warm_up(chat_model, policy, level, monkeypatch):
+    with jkv.Service(engine_of(chat_model, prefix_cache=True, prefix_piece=16), compiles_apart=True) as service:
+        WarmUp(service, policy, level).run()
+        compile_later(service)
+        compiled, compile_apart = [], ahead_of_time.compile_apart
+
+        def noted(program, fixed, shapes):
+            compiled.append((program.__name__, fixed))
+            return compile_apart(program, fixed, shapes)
+
+        monkeypatch.setattr(ahead_of_time, "compile_apart", noted)
+        ask_usually(service, policy, level)
+    assert compiled == []
 
 
 def test_nothing_is_compiled_that_nobody_asked_for(chat_model):
@@ -60,7 +84,7 @@ def test_nothing_is_compiled_that_nobody_asked_for(chat_model):
         counts = [WarmUp(service, jkv.full(), level).num_steps for level in LEVELS]
     assert LEVELS == ("most", "first", "all")
     assert counts[1] == 2 < counts[0] < counts[2]
-    assert sizes(engine, jkv.full(), "most") == [16, 8, 2]
+    assert sizes(engine, jkv.full(), "most") == [16, 8, 2, 1]
     assert sizes(engine, R_KV, "most") == sizes(engine, jkv.full(), "all") == [16, 8, 4, 2, 1]
 
 
