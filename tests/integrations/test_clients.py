@@ -1,7 +1,7 @@
 """Clients as they are published, in their own words: chats, streams, tools, structured output, conversations and retries.
 
-The server's model writes a given `text`, as a trained one would. Where it is None, the answer has a form (a schema, or a call that is
-required), and the model writes what its random weights draw in this form.
+The server's model writes a given `text`, as a trained one would. Where it is None, the answer has a form (a schema, or a call
+that is required), and the model writes what its random weights draw in this form.
 """
 
 import asyncio
@@ -168,6 +168,9 @@ def test_anthropic_runs_tools_and_parses(server):
     assert asked == [CITY]
     server.text = ARGUMENTS  # its schema has no bounds: the client leaves them out
     assert isinstance(client.messages.parse(**given, output_format=Weather).parsed_output, Weather)
+    server.text = None
+    bounded = {"format": {"type": "json_schema", "schema": STRICT["parameters"]}}
+    Weather.model_validate_json(client.messages.create(**given, output_config=bounded).content[0].text)
 
 
 def test_litellm(server):
@@ -186,8 +189,8 @@ def test_litellm(server):
     for asked in (given, given | {"model": "anthropic/tiny", "api_base": server.url}):
         message = litellm.completion(**asked, tools=[TOOL]).choices[0].message
         streamed = litellm.stream_chunk_builder([*litellm.completion(**asked, tools=[TOOL], stream=True)]).choices[0].message
-        assert [call.function for call in streamed.tool_calls] == [call.function for call in message.tool_calls]
-        assert json.loads(message.tool_calls[0].function.arguments) == CITY
+        for (call,) in (message.tool_calls, streamed.tool_calls):
+            assert json.loads(call.function.arguments) == CITY
     server.text = SPOKEN
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "Rain."}
     for asked in (given, given | {"model": "anthropic/tiny", "api_base": server.url}):
@@ -330,7 +333,7 @@ def test_clients_of_node(server, tmp_path):
     process = subprocess.Popen(
         ["node", script, server.url, SPOKEN, ARGUMENTS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    with process:  # which says what the model does next, and waits until it does
+    with process:  # it says what the model does next, and waits until it does
         for line in process.stdout:
             server.text = texts[line.strip()]
             print(file=process.stdin, flush=True)

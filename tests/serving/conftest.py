@@ -150,7 +150,7 @@ def scripted_server(tokenizer, end_ids, encode):
         if one.text is None:
             return job
         tokens = np.array(encode(one.text), np.int32)
-        changes = {"stop_ids": tuple(range(size))}  # whatever is drawn after the text ends it
+        changes = {"stop_ids": tuple(range(size)), "form": None}  # whatever is drawn after the text ends it
         groups = [
             [dataclasses.replace(each, forced=tokens[: each.max_new_tokens], **changes) for each in group]
             for group in job.groups
