@@ -21,6 +21,8 @@ assert.equal((await client.chat.completions.create(given)).choices[0].message.co
 let text = "";
 for await (const chunk of await client.chat.completions.create({ ...given, stream: true })) text += chunk.choices[0]?.delta.content ?? "";
 assert.equal(text, spoken);
+await model("refuses");
+assert.equal((await client.chat.completions.create(given, { maxRetries: 1 })).choices[0].message.content, spoken);
 const first = await client.responses.create({ model: "tiny", input: "Weather?" });
 const later = client.responses.stream({ model: "tiny", input: "And then?", previous_response_id: first.id });
 assert.equal((await later.finalResponse()).output_text, spoken);
@@ -35,6 +37,8 @@ await model("speaks");
 const provider = createOpenAICompatible({ name: "jkv", baseURL: `${url}/v1`, apiKey: "none", supportsStructuredOutputs: true });
 const asked = { model: provider("tiny"), prompt: "Weather?", maxOutputTokens: 300, maxRetries: 0 };
 assert.equal((await generateText(asked)).text, spoken);
+await model("refuses");
+assert.equal((await generateText({ ...asked, maxRetries: 1 })).text, spoken);
 text = "";
 for await (const piece of streamText(asked).textStream) text += piece;
 assert.equal(text, spoken);
