@@ -163,7 +163,7 @@ def scripted():
 
 
 def scripted_server(tokenizer, end_ids, encode):
-    """A server whose model writes the tokens of its `text`."""
+    """A server whose model writes the tokens of its `text`, or what it draws, where that is None."""
     size = len(tokenizer)
     model = tiny_model(config=dataclasses.replace(TINY, vocab_size=size, end_ids=end_ids), tokenizer=tokenizer)
     engine = jkv.Engine(model, max_running=2, max_slots=1536, page_size=16, chunk=8, max_stop_ids=size)
@@ -173,8 +173,10 @@ def scripted_server(tokenizer, end_ids, encode):
 
     async def forced_job(*args):
         job = await make_job(*args)
+        if one.text is None:
+            return job
         tokens = np.array(encode(one.text), np.int32)
-        changes = {"stop_ids": tuple(range(size))}  # whatever is drawn after the text ends it
+        changes = {"stop_ids": tuple(range(size)), "form": None}  # whatever is drawn after the text ends it
         groups = [
             [dataclasses.replace(each, forced=tokens[: each.max_new_tokens], **changes) for each in group]
             for group in job.groups
