@@ -4,8 +4,8 @@
     python -m research.grpo.with_tunix --steps 60 --lora 8
 
 A tiny Qwen3 with random weights learns to count: the reward is the share of digits that are one more than the digit before. It
-takes minutes on a CPU. With `--lora`, only a low-rank adapter of that rank is trained; a rollout engine on other devices is then
-sent the adapter alone. For a model of your own, replace `make_actor`, `Digits`, `count` and `prompts`.
+takes minutes on a CPU. With `--lora`, only a low-rank adapter of that rank is trained; a rollout engine on other devices is
+then sent the adapter alone. For a model of your own, replace `make_actor`, `Digits`, `count` and `prompts`.
 """
 
 import argparse
