@@ -1,9 +1,11 @@
 """GRPO with tunix, on rollouts of a compressed cache: one page to start from (`pip install "jkv-cache[tunix]"`).
 
     python -m research.grpo.with_tunix --steps 60
+    python -m research.grpo.with_tunix --steps 60 --lora 8
 
 A tiny Qwen3 with random weights learns to count: the reward is the share of digits that are one more than the digit before. It
-takes minutes on a CPU. For a model of your own, replace `make_actor`, `Digits`, `count` and `prompts`.
+takes minutes on a CPU. With `--lora`, only a low-rank adapter of that rank is trained; a rollout engine on other devices is
+then sent the adapter alone. For a model of your own, replace `make_actor`, `Digits`, `count` and `prompts`.
 """
 
 import argparse
@@ -14,6 +16,7 @@ from collections.abc import Iterator, Sequence
 import jax
 import numpy as np
 import optax
+import qwix
 from flax import nnx
 from tunix.models.qwen3 import model as qwen3
 from tunix.rl import rl_cluster
@@ -47,11 +50,16 @@ class Digits:
         return 11
 
 
-def make_actor() -> nnx.Module:
-    """The model that is trained."""
+def make_actor(lora_rank: int = 0) -> nnx.Module:
+    """The model that is trained, or whose adapter is."""
     shape = {"num_layers": 2, "vocab_size": 13, "embed_dim": 64, "hidden_dim": 128, "num_heads": 4, "num_kv_heads": 2}
     config = qwen3.ModelConfig(**shape, head_dim=16, norm_eps=1e-6, rope_theta=1_000_000)
-    return qwen3.Qwen3(config, rngs=nnx.Rngs(0))
+    model = qwen3.Qwen3(config, rngs=nnx.Rngs(0))
+    if not lora_rank:
+        return model
+    matrices = ".*(q_proj|k_proj|v_proj|o_proj)"  # without those of the MLP: in a new model of tunix they are zeros, all three
+    provider = qwix.LoraProvider(module_path=matrices, rank=lora_rank, alpha=2.0 * lora_rank)
+    return qwix.apply_lora_to_model(model, provider, **model.get_model_input(), rngs=nnx.Rngs(1))
 
 
 def count(prompts: Sequence[str], completions: Sequence[str], **_: object) -> list[float]:
@@ -70,7 +78,7 @@ def prompts(steps: int) -> Iterator[dict[str, np.ndarray]]:
         yield {"prompts": np.array(["".join(map(str, rng.integers(10, size=PROMPT_TOKENS - 1))) for _ in range(PROMPTS)])}
 
 
-def train(steps: int) -> tuple[list[float], jkv.Params]:
+def train(steps: int, lora_rank: int = 0) -> tuple[list[float], jkv.Params]:
     """The mean reward of each step, and the weights after the last."""
     rewards: list[float] = []
 
@@ -86,11 +94,14 @@ def train(steps: int) -> tuple[list[float], jkv.Params]:
         role_to_mesh=dict.fromkeys(roles, mesh),
         rollout_engine=functools.partial(JkvRollout, policy=POLICY, page_size=4, max_running=PROMPTS * SAMPLES),
         training_config=rl_cluster.RLTrainingConfig(
-            actor_optimizer=optax.adam(1e-3), eval_every_n_steps=steps + 1, max_steps=steps, mini_batch_size=PROMPTS
+            actor_optimizer=optax.adam(3e-3 if lora_rank else 1e-3),
+            eval_every_n_steps=steps + 1,
+            max_steps=steps,
+            mini_batch_size=PROMPTS,
         ),
         rollout_config=RolloutConfig(max_tokens_to_generate=NEW_TOKENS, max_prompt_length=PROMPT_TOKENS, temperature=1.0),
     )
-    actor = make_actor()
+    actor = make_actor(lora_rank)
     cluster = rl_cluster.RLCluster(actor=actor, tokenizer=Digits(), cluster_config=cluster_config)
     # "replay" trains what sampled, under its evictions; "dense" the full cache, with importance weights.
     learner = JkvGRPOLearner(cluster, GRPOConfig(num_generations=SAMPLES, beta=0.0), reward, loss="replay")
@@ -101,6 +112,8 @@ def train(steps: int) -> tuple[list[float], jkv.Params]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
-    rewards, params = train(parser.parse_args().steps)
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK")
+    args = parser.parse_args()
+    rewards, params = train(args.steps, args.lora)
     out = jkv.generate(params, [[12, 1, 2, 3]], policy=POLICY, max_new_tokens=12, page_size=4)
     print(f"reward {np.mean(rewards[:5]):.3f} -> {np.mean(rewards[-5:]):.3f}; 123 goes on {Digits().decode(out.tokens[0])}")

@@ -215,6 +215,30 @@ def test_actors_have_adapters_also_one_that_is_started_again(model):
         assert set(out.policy_version.ravel().tolist()) == {3}
 
 
+@pytest.mark.parametrize("chunks", [0, 3], ids=["without snapshots", "with snapshots"])
+def test_the_only_actor_is_killed_and_the_next_one_answers_its_requests_with_their_adapter(model, chunks, restored):
+    sizes = SIZES | {"max_adapters": 2, "adapter_rank": 2}
+    adapted = {name: jkv.testing.adapted(model.params, 2, seed=ord(name)) for name in "ab"}
+    one = jkv.Engine(model, policies=[POLICY], **sizes)
+    one.add_adapter("a", adapted["a"])
+    tickets = [one.submit(prompt, policy=POLICY, adapter="a", **LONG) for prompt in PROMPTS]
+    one.run()
+    expected = [one.result(ticket) for ticket in tickets]
+    with make(model, 1, sizes, snapshot_chunks=chunks) as replicas:
+        for name in "ba":
+            replicas.add_adapter(name, adapted[name])
+        replicas.generate(PROMPTS, adapter="a", **SHORT)
+        (process,) = in_actors(replicas, process_of)
+        settings = LONG | {"adapter": "a"}
+        out = in_the_middle(replicas, lambda: os.kill(process, signal.SIGKILL), bool(chunks), settings)
+        assert [process] != in_actors(replicas, process_of)
+        assert out.tokens.tolist() == [tokens.tolist() for part in expected for tokens in part.tokens]
+        np.testing.assert_array_equal(out.logprobs, np.concatenate([part.logprobs for part in expected]))
+        assert set(out.policy_version.ravel().tolist()) == {2}
+        assert bool(restored) == bool(chunks)
+        assert in_actors(replicas, versions_of) == [(2, {"": 0, "b": 1, "a": 2})]
+
+
 def test_an_actor_that_does_not_answer_is_replaced(model, expected):
     with make(model, 2) as replicas:
         replicas.generate(PROMPTS, **SHORT)

@@ -562,13 +562,13 @@ def said_of_rules():
     assert covers == {key for key in blocks if key[0] != "cur"}
     assert repaired["cur"]["interval"][0] > 0 < repaired["r_kv"]["interval"][0]
     assert repaired["snap_kv"]["interval"][0] < 0 < repaired["snap_kv"]["interval"][1]
-    change = {name: f"{line['change']:+.3f}" for name, line in heads.items()}
+    less = {name: f"{-line['change']:.3f}" for name, line in heads.items()}
     return [
-        f"on {record['calibration']} other traces (`jkv.head_budgets`) lose less with CUR ({change['cur']}, half of its loss), "
-        f"R-KV ({change['r_kv']}) and SnapKV ({change['snap_kv']})",
-        f"of 4 and 16 cost CUR {blocks['cur', 4]['change']:.3f} and {blocks['cur', 16]['change']:.3f} nats",
-        f"costs CUR {repaired['cur']['change']:.3f} and R-KV {repaired['r_kv']['change']:.3f} nats, and gains SnapKV nothing "
-        f"({repaired['snap_kv']['change']:+.3f}, covers 0)",
+        f"on {record['calibration']} other traces (`jkv.head_budgets`) lower the loss of CUR (by {less['cur']} nats, half of it), "
+        f"R-KV (by {less['r_kv']}) and SnapKV (by {less['snap_kv']})",
+        f"of 4 and 16 tokens raise CUR's loss by {blocks['cur', 4]['change']:.3f} and {blocks['cur', 16]['change']:.3f} nats",
+        f"raises the loss of CUR by {repaired['cur']['change']:.3f} and of R-KV by {repaired['r_kv']['change']:.3f} nats, and does "
+        f"not help SnapKV ({repaired['snap_kv']['change']:+.3f}, the interval covers 0)",
     ]
 
 
