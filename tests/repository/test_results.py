@@ -562,13 +562,13 @@ def said_of_rules():
     assert covers == {key for key in blocks if key[0] != "cur"}
     assert repaired["cur"]["interval"][0] > 0 < repaired["r_kv"]["interval"][0]
     assert repaired["snap_kv"]["interval"][0] < 0 < repaired["snap_kv"]["interval"][1]
-    less = {name: f"{-line['change']:.3f}" for name, line in heads.items()}
+    less, traces = {name: f"{-line['change']:.3f}" for name, line in heads.items()}, record["calibration"]
     return [
-        f"on {record['calibration']} other traces (`jkv.head_budgets`) lower the loss of CUR (by {less['cur']} nats, half of it), "
+        f"on {traces} other traces (`jkv.head_budgets`) lower the loss of CUR (by {less['cur']} nats, half of it), "
         f"R-KV (by {less['r_kv']}) and SnapKV (by {less['snap_kv']})",
         f"of 4 and 16 tokens raise CUR's loss by {blocks['cur', 4]['change']:.3f} and {blocks['cur', 16]['change']:.3f} nats",
-        f"raises the loss of CUR by {repaired['cur']['change']:.3f} and of R-KV by {repaired['r_kv']['change']:.3f} nats, and does "
-        f"not help SnapKV ({repaired['snap_kv']['change']:+.3f}, the interval covers 0)",
+        f"raises the loss of CUR by {repaired['cur']['change']:.3f} and of R-KV by {repaired['r_kv']['change']:.3f} nats, and "
+        f"does not help SnapKV ({repaired['snap_kv']['change']:+.3f}, the interval covers 0)",
     ]
 
 
