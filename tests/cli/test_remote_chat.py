@@ -30,7 +30,11 @@ class Scripted(http.server.BaseHTTPRequestHandler):
         self.server.came.set()
         if text.endswith("STALL"):
             self.wfile.flush()
-            self.server.gone.append(self.connection.recv(1) == b"")  # until the client leaves
+            try:
+                is_gone = self.connection.recv(1) == b""  # until the client leaves
+            except ConnectionResetError:  # in whose socket something was unread
+                is_gone = True
+            self.server.gone.append(is_gone)
             self.server.left.set()
 
     def respond(self, content):
