@@ -76,7 +76,8 @@ def test_a_pattern_takes_linear_time(name):
             return min(seconds(PATTERNS[name], name, text) for _ in range(2))
 
         if taken(1) > QUICK and taken(4) > SLOW:
-            assert taken(16) < 9 * taken(4), (first, again, last)  # 4 times as long if it is linear, 16 if it is quadratic
+            # 4 times as long if it is linear, 16 if it is quadratic; a busy machine may take longer once.
+            assert any(taken(16) < 9 * taken(4) for _ in range(5)), (first, again, last)
 
 
 def test_the_patterns_are_found():
