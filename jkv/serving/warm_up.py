@@ -70,6 +70,7 @@ class WarmUp:
 
         def end(engine: Engine) -> None:
             engine.runner.foreseen.switch(True)
+            engine.clear_prefix_cache()
             engine.reset_stats()
 
         self._service.call(end).result()
@@ -105,7 +106,8 @@ def steps_of(service: Service, policy: Policy, level: str) -> list[Step]:
     def submit(length: int = 1, **others: Any) -> Step:
         def step() -> None:
             with contextlib.suppress(ValueError):  # the context is too short
-                service.submit([0] * length, **asked | others).result()
+                salt = f"the warm-up's {length}"  # else the prefix cache finds a part of it
+                service.submit([0] * length, cache_salt=salt, **asked | others).result()
 
         return step
 

@@ -51,7 +51,7 @@ def ask_usually(service, policy, level):
     samplings = USUAL + PENALISED * (level == "all")
     tickets = [service.submit([i] * 30, sampling=jkv.Sampling(**one), **asked) for i, one in enumerate(samplings)]
     tickets += [service.submit([9] * 30, sampling=jkv.Sampling(temperature=0.2, top_p=0.9), model_logprobs=True, **asked)]
-    tickets += [service.submit([6] * 90, sampling=jkv.Sampling(temperature=1.0), **asked)]
+    tickets += [service.submit([6] * length, sampling=jkv.Sampling(temperature=1.0), **asked) for length in (90, 270)]
     if level == "all":
         tickets += [service.submit([6] * 90, n=3, sampling=jkv.Sampling(temperature=1.0), **asked)]
         first = service.submit([7] * 9, keep=True, **asked)
@@ -66,6 +66,7 @@ def ask_usually(service, policy, level):
 def test_usual_requests_wait_for_no_program_after_the_warm_up(chat_model, policy, level, monkeypatch):
     with jkv.Service(engine_of(chat_model, prefix_cache=True, prefix_piece=16), compiles_apart=True) as service:
         WarmUp(service, policy, level).run()
+        assert service.engine.scheduler.prefix_cache.num_pages == 0
         compile_later(service)
         compiled, compile_apart = [], ahead_of_time.compile_apart
 
